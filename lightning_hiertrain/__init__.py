@@ -1,0 +1,1 @@
+"""Train one model across a device, an edge server and a cloud machine with PyTorch Lightning."""

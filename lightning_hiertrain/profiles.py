@@ -1,0 +1,254 @@
+"""What was measured: each layer's time on each tier, sizes, the optimizer's time and what each link carries.
+
+Made by the profiling stage or by hand, read by the planner. Pure data in SI units.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_hiertrain.topology import Link, Tier, Topology, check_format, read_json
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AffineTime:
+    """A time that grows with the number of samples: `fixed + per_sample * num_samples` seconds, and 0 for none."""
+
+    fixed: float
+    per_sample: float
+    relative_spread: float | None = None
+    """Median relative distance of the measurements from the fit; `None` if it was not measured."""
+    sample_counts: tuple[int, ...] = ()
+    """The numbers of samples at which it was measured."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sample_counts", tuple(self.sample_counts))
+        _check_number("fixed", self.fixed)
+        _check_number("per_sample", self.per_sample)
+
+    def __call__(self, num_samples: int) -> float:
+        """Returns the seconds for `num_samples` samples."""
+        return self.fixed + self.per_sample * num_samples if num_samples else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        data: dict[str, Any] = {"fixed": self.fixed, "per_sample": self.per_sample}
+        if self.relative_spread is not None:
+            data["relative_spread"] = self.relative_spread
+        if self.sample_counts:
+            data["sample_counts"] = list(self.sample_counts)
+        return data
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierProfile:
+    """What one tier needs apart from its layers."""
+
+    optimizer_seconds: float = 0.0
+    """One optimizer step over all parameters, if this tier is the owner."""
+    memory_bytes: int | None = None
+    """Memory that training may use; `None` for no limit."""
+    loss_seconds: AffineTime = field(default_factory=lambda: AffineTime(fixed=0.0, per_sample=0.0))
+    """What the owner runs after the chain on the whole mini-batch: loss, metrics and their backward."""
+
+    def __post_init__(self) -> None:
+        _check_number("optimizer_seconds", self.optimizer_seconds)
+        if self.memory_bytes is not None:
+            _check_number("memory_bytes", self.memory_bytes, positive=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerProfile:
+    """One layer of the chain on every tier."""
+
+    name: str
+    output_bytes_per_sample: int
+    """Bytes of one sample at the cut after this layer."""
+    parameter_bytes: int
+    """Bytes of the parameters that this layer is the first to use."""
+    forward_seconds: Mapping[str, AffineTime]
+    backward_seconds: Mapping[str, AffineTime]
+
+    def __post_init__(self) -> None:
+        _check_number("output_bytes_per_sample", self.output_bytes_per_sample)
+        _check_number("parameter_bytes", self.parameter_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkProfile:
+    """What the connection between two tiers carries, each way."""
+
+    between: tuple[str, str]
+    bandwidth_bytes_per_second: float
+    latency_seconds: float = 0.0
+    """One way."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "between", tuple(self.between))
+        if len(self.between) != 2 or self.between[0] == self.between[1]:
+            raise ValueError(f"a link joins two different tiers, got {self.between!r}")
+        name = "-".join(self.between)
+        _check_number(f"bandwidth_bytes_per_second of {name}", self.bandwidth_bytes_per_second, positive=True)
+        _check_number(f"latency_seconds of {name}", self.latency_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Everything that the planner knows of a model and of the tiers that train it."""
+
+    model: str
+    input_bytes_per_sample: int
+    target_bytes_per_sample: int
+    data_tier: str
+    tiers: Mapping[str, TierProfile]
+    """In order of rank."""
+    layers: tuple[LayerProfile, ...]
+    links: tuple[LinkProfile, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tiers", dict(self.tiers))
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "links", tuple(self.links))
+        _check_number("input_bytes_per_sample", self.input_bytes_per_sample)
+        _check_number("target_bytes_per_sample", self.target_bytes_per_sample)
+        names = list(self.tiers)
+        if not self.layers:
+            raise ValueError("a profile needs at least one layer")
+        if self.data_tier not in names:
+            raise ValueError(f"the data tier {self.data_tier!r} is not among the tiers {names}")
+        for layer in self.layers:
+            for what, times in (("forward", layer.forward_seconds), ("backward", layer.backward_seconds)):
+                missing = [name for name in names if name not in times]
+                if missing:
+                    raise ValueError(f"layer {layer.name!r} has no {what} time for tier {missing[0]!r}")
+        _ = self.topology  # refuses links to strangers and tiers that no link reaches
+
+    @property
+    def topology(self) -> Topology:
+        """The tiers and links of this profile, without addresses or keys."""
+        order = list(self.tiers)
+
+        def by_rank(between: tuple[str, str]) -> tuple[str, str]:
+            known = all(name in order for name in between)
+            first, second = sorted(between, key=order.index) if known else between
+            return first, second
+
+        return Topology(
+            tiers=tuple(Tier(name=name) for name in order),
+            links=tuple(Link(between=by_rank(link.between)) for link in self.links),
+        )
+
+    def link(self, first: str, second: str) -> LinkProfile | None:
+        """Returns the direct link between two tiers, in either order, or `None`."""
+        return next((link for link in self.links if {first, second} == set(link.between)), None)
+
+    def to_json(self, path: str | Path) -> None:
+        """Writes the profile to a file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Profile:
+        """Reads a profile file.
+
+        Raises:
+            ValueError: If the file is not a profile of this format, or a value in it is impossible.
+        """
+        return cls.from_dict(read_json(path, kind="profile"))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "model": self.model,
+            "input_bytes_per_sample": self.input_bytes_per_sample,
+            "target_bytes_per_sample": self.target_bytes_per_sample,
+            "data_tier": self.data_tier,
+            "tiers": {
+                name: {
+                    "optimizer_seconds": tier.optimizer_seconds,
+                    "memory_bytes": tier.memory_bytes,
+                    "loss_seconds": tier.loss_seconds.to_dict(),
+                }
+                for name, tier in self.tiers.items()
+            },
+            "layers": [
+                {
+                    "name": layer.name,
+                    "output_bytes_per_sample": layer.output_bytes_per_sample,
+                    "parameter_bytes": layer.parameter_bytes,
+                    "forward_seconds": {t: time.to_dict() for t, time in layer.forward_seconds.items()},
+                    "backward_seconds": {t: time.to_dict() for t, time in layer.backward_seconds.items()},
+                }
+                for layer in self.layers
+            ],
+            "links": [
+                {
+                    "between": list(link.between),
+                    "bandwidth_bytes_per_second": link.bandwidth_bytes_per_second,
+                    "latency_seconds": link.latency_seconds,
+                }
+                for link in self.links
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Profile:
+        check_format(data, FORMAT, kind="profile")
+        try:
+            return cls(
+                model=str(data["model"]),
+                input_bytes_per_sample=data["input_bytes_per_sample"],
+                target_bytes_per_sample=data["target_bytes_per_sample"],
+                data_tier=data["data_tier"],
+                tiers={
+                    name: TierProfile(
+                        optimizer_seconds=tier.get("optimizer_seconds", 0.0),
+                        memory_bytes=tier.get("memory_bytes"),
+                        loss_seconds=_time(tier.get("loss_seconds", {"fixed": 0.0, "per_sample": 0.0})),
+                    )
+                    for name, tier in data["tiers"].items()
+                },
+                layers=tuple(
+                    LayerProfile(
+                        name=str(layer["name"]),
+                        output_bytes_per_sample=layer["output_bytes_per_sample"],
+                        parameter_bytes=layer["parameter_bytes"],
+                        forward_seconds={t: _time(time) for t, time in layer["forward_seconds"].items()},
+                        backward_seconds={t: _time(time) for t, time in layer["backward_seconds"].items()},
+                    )
+                    for layer in data["layers"]
+                ),
+                links=tuple(
+                    LinkProfile(
+                        between=tuple(link["between"]),
+                        bandwidth_bytes_per_second=link["bandwidth_bytes_per_second"],
+                        latency_seconds=link.get("latency_seconds", 0.0),
+                    )
+                    for link in data["links"]
+                ),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is not a profile: {error!r}") from error
+
+
+def _time(data: dict[str, Any]) -> AffineTime:
+    return AffineTime(
+        fixed=data["fixed"],
+        per_sample=data["per_sample"],
+        relative_spread=data.get("relative_spread"),
+        sample_counts=tuple(data.get("sample_counts", ())),
+    )
+
+
+def _check_number(name: str, value: float, *, positive: bool = False) -> None:
+    """Refuses what no measurement can give."""
+    least = "above 0" if positive else "of at least 0"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"`{name}` must be a number {least}, got {value!r}")
+    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        raise ValueError(f"`{name}` must be a finite number {least}, got {value!r}; measure it again")

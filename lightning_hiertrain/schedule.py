@@ -1,0 +1,157 @@
+"""The plan: which tier runs how many layers on how many samples, and which of them owns the step.
+
+Made by the planner (or by hand), broadcast, and carried out by the executor. Pure data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_hiertrain.topology import check_format, read_json
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one tier does in a training step: the first `num_layers` layers on `num_samples` samples."""
+
+    num_layers: int
+    num_samples: int
+
+    def __post_init__(self) -> None:
+        for name, value in (("num_layers", self.num_layers), ("num_samples", self.num_samples)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"`{name}` must be a whole number of at least 0, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Roles, cuts and shares of one training step.
+
+    The owner's `num_layers` is the whole chain; a prefix worker with no samples has no layers. The rows of a mini-batch
+    are dealt out in a fixed order, the owner's first, then the prefix workers' by depth, so that the owner can append
+    the activations that arrive at a cut below its own.
+    """
+
+    owner: str
+    """The tier that runs the whole model, the loss and the optimizer."""
+    shares: Mapping[str, Share]
+    """Each tier's share, in order of rank. Tiers that are not named take no part."""
+    policy: str | None = None
+    """The policy that made the schedule."""
+    predicted_seconds: float | None = None
+    """The planner's prediction for one step."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shares", dict(self.shares))
+        if self.owner not in self.shares:
+            raise ValueError(f"the owner {self.owner!r} has no share; shares are given for {list(self.shares)}")
+        if self.num_layers < 1 or self.batch_size < 1:
+            raise ValueError(
+                f"the owner must run at least one layer and the mini-batch hold at least one sample, got "
+                f"{self.num_layers} layers and {self.batch_size} samples"
+            )
+        for tier, share in self.shares.items():
+            if share.num_layers > self.num_layers:
+                raise ValueError(
+                    f"tier {tier!r} runs {share.num_layers} layers and the owner {self.owner!r} only "
+                    f"{self.num_layers}; the owner runs the whole chain"
+                )
+            if tier != self.owner and (share.num_layers == 0) != (share.num_samples == 0):
+                raise ValueError(
+                    f"tier {tier!r} has {share.num_layers} layers and {share.num_samples} samples; "
+                    "a prefix worker has both or neither"
+                )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers in the whole chain."""
+        return self.shares[self.owner].num_layers
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in the mini-batch that the schedule was made for."""
+        return sum(share.num_samples for share in self.shares.values())
+
+    @property
+    def prefix_workers(self) -> tuple[str, ...]:
+        """The tiers with samples other than the owner, shallowest first, ties in order of rank."""
+        workers = [tier for tier, share in self.shares.items() if tier != self.owner and share.num_samples]
+        return tuple(sorted(workers, key=lambda tier: self.shares[tier].num_layers))
+
+    def rows(self, num_samples: int) -> dict[str, slice]:
+        """Deals out the rows of a mini-batch that may be smaller than `batch_size`, in proportion to the shares.
+
+        Every tier computes the same answer: whole parts first, then the largest remainders, ties in row order.
+
+        Args:
+            num_samples: Rows in the mini-batch at hand.
+
+        Returns:
+            For the owner and each prefix worker the rows that it takes; some may be empty.
+        """
+        order = (self.owner, *self.prefix_workers)
+        exact = [self.shares[tier].num_samples * num_samples for tier in order]
+        counts = [value // self.batch_size for value in exact]
+        by_remainder = sorted(range(len(order)), key=lambda i: -(exact[i] % self.batch_size))
+        for i in by_remainder[: num_samples - sum(counts)]:
+            counts[i] += 1
+        rows, start = {}, 0
+        for tier, count in zip(order, counts, strict=True):
+            rows[tier] = slice(start, start + count)
+            start += count
+        return rows
+
+    def grid(self) -> str:
+        """Draws the schedule as a table with one line a tier; `#` marks the layers that a tier runs."""
+        width = max(len(tier) for tier in self.shares)
+        lines = [f"{'tier':<{width}}  role    samples  layers"]
+        for tier, share in self.shares.items():
+            role = "owner" if tier == self.owner else "prefix" if share.num_samples else "idle"
+            depth = share.num_layers
+            bar = "#" * depth + "." * (self.num_layers - depth)
+            lines.append(f"{tier:<{width}}  {role:<6}  {share.num_samples:>7}  {bar} {depth}/{self.num_layers}")
+        return "\n".join(lines)
+
+    def to_json(self, path: str | Path) -> None:
+        """Writes the schedule to a file."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Schedule:
+        """Reads a schedule file.
+
+        Raises:
+            ValueError: If the file is not a schedule of this format.
+        """
+        return cls.from_dict(read_json(path, kind="schedule"))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "owner": self.owner,
+            "shares": {
+                tier: {"num_layers": share.num_layers, "num_samples": share.num_samples}
+                for tier, share in self.shares.items()
+            },
+            "policy": self.policy,
+            "predicted_seconds": self.predicted_seconds,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Schedule:
+        check_format(data, FORMAT, kind="schedule")
+        try:
+            return cls(
+                owner=data["owner"],
+                shares={tier: Share(**share) for tier, share in data["shares"].items()},
+                policy=data.get("policy"),
+                predicted_seconds=data.get("predicted_seconds"),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is not a schedule: {error!r}") from error
