@@ -1,0 +1,181 @@
+"""Sequence numbers, acknowledgement and replay between two tiers, so that a broken connection loses and doubles nothing.
+
+A flow is one direction of one channel between a source and a target tier, with or without relays between them. Frames
+of a flow stay in order as long as no connection breaks, so losses are found without guessing at round trips:
+
+    source                                   target
+      | chunk 7, 8, 9  --(9 lost)-->            |  expects 9
+      | probe "sent up to 9, generation 0" -->  |
+      | <-- ack "received up to 8", echoing that probe
+      | chunk 9 again, generation 1 -->         |
+
+Whatever was sent before a probe has arrived before it, or never will. The generation counts the replays, so that an
+answer to an old probe starts no second replay. A gap in the numbers is answered like a probe, at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_hiertrain.transport.wire import CHUNK_BYTES, Incoming, MalformedError, Message, Outgoing
+
+WINDOW_BYTES = 16 * CHUNK_BYTES
+"""How much of a flow may be on its way, unacknowledged."""
+
+
+@dataclass(kw_only=True)
+class Chunk:
+    """A numbered piece of a message; the first of a message announces its lengths."""
+
+    sequence: int
+    views: list[memoryview]
+    num_bytes: int
+    lengths: tuple[int, int] | None
+    message_bytes: int | None
+    """On the last chunk of a message: the bytes that its acknowledgement frees in the queue."""
+
+
+class OutFlow:
+    """The sender's end. `queue` is filled by any thread; everything else belongs to the network's own thread."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Outgoing] = deque()
+        self.generation = 0
+        self.sent = 0
+        """The sequence number of the last chunk that was sent, 0 for none."""
+        self.num_replayed = 0
+        self.num_acknowledged = 0
+        self._unacknowledged: deque[Chunk] = deque()
+        self._in_flight_bytes = 0
+        self._cutter: Iterator[Chunk] | None = None
+        self._replay_from: int | None = None
+
+    @property
+    def unacknowledged(self) -> bool:
+        return bool(self._unacknowledged)
+
+    def next_chunk(self) -> Chunk | None:
+        """Returns what to send next, or `None` if there is nothing or the window is full."""
+        if self._replay_from is not None:
+            if self._unacknowledged and self._replay_from <= self._unacknowledged[-1].sequence:
+                chunk = self._unacknowledged[max(0, self._replay_from - self._unacknowledged[0].sequence)]
+                self._replay_from = chunk.sequence + 1
+                self.num_replayed += 1
+                return chunk
+            self._replay_from = None
+        if self._in_flight_bytes >= WINDOW_BYTES:
+            return None
+        new = self._cut()
+        if new is not None:
+            self.sent = new.sequence
+            self._in_flight_bytes += new.num_bytes
+            self._unacknowledged.append(new)
+        return new
+
+    def acknowledge(self, received: int, echo: tuple[int, int] | None) -> tuple[int, int]:
+        """Takes an acknowledgement.
+
+        Args:
+            received: The last sequence number that the target has received without a gap.
+            echo: What the target answers: a probe's or a gap's sequence number and generation.
+
+        Returns:
+            How many messages are now wholly acknowledged, and their bytes.
+        """
+        num_messages = num_bytes = 0
+        if received > self.sent:
+            return 0, 0
+        while self._unacknowledged and self._unacknowledged[0].sequence <= received:
+            chunk = self._unacknowledged.popleft()
+            self._in_flight_bytes -= chunk.num_bytes
+            self.num_acknowledged += 1
+            if chunk.message_bytes is not None:
+                num_messages += 1
+                num_bytes += chunk.message_bytes
+        if echo is not None and echo[1] == self.generation and received < min(echo[0], self.sent):
+            self.generation += 1
+            self._replay_from = received + 1
+        return num_messages, num_bytes
+
+    def _cut(self) -> Chunk | None:
+        if self._cutter is None:
+            if not self.queue:
+                return None
+            self._cutter = _chunks(self.queue.popleft(), self.sent)
+        chunk = next(self._cutter)
+        if chunk.message_bytes is not None:
+            self._cutter = None
+        return chunk
+
+
+def _chunks(message: Outgoing, sent: int) -> Iterator[Chunk]:
+    left = message.total_bytes
+    for index, views in enumerate(message.chunks(CHUNK_BYTES)):
+        num_bytes = sum(view.nbytes for view in views)
+        left -= num_bytes
+        yield Chunk(
+            sequence=sent + index + 1,
+            views=views,
+            num_bytes=num_bytes,
+            lengths=(message.head_bytes, message.total_bytes) if index == 0 else None,
+            message_bytes=message.total_bytes if left == 0 else None,
+        )
+
+
+class InFlow:
+    """The receiver's end."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        """The last sequence number that arrived without a gap."""
+        self.acknowledgement_due = False
+        self.echo: tuple[int, int] | None = None
+        """What the next acknowledgement answers."""
+        self.num_doubled = 0
+        self._gap_generation = -1
+        self._incoming: Incoming | None = None
+
+    def probe(self, sent: int, generation: int) -> None:
+        """Takes the source's word on what it has sent."""
+        self.echo = (sent, generation)
+        self.acknowledgement_due = True
+
+    def accept(
+        self, sequence: int, generation: int, lengths: list[int] | None, pieces: list[memoryview]
+    ) -> Message | None:
+        """Takes a chunk.
+
+        Returns:
+            The message, if this was its last chunk.
+
+        Raises:
+            MalformedError: If the chunk does not fit its message, which is then dropped.
+        """
+        if sequence > self.received + 1:
+            if generation > self._gap_generation:
+                self._gap_generation = generation
+                self.probe(sequence, generation)
+            return None
+        self.acknowledgement_due = True
+        if sequence <= self.received:
+            self.num_doubled += 1
+            return None
+        self.received = sequence
+        if lengths is not None:
+            self._incoming = None
+            self._incoming = Incoming(*lengths)
+        incoming = self._incoming
+        if incoming is None:
+            raise MalformedError("a chunk in the middle of a message that was dropped")
+        try:
+            for piece in pieces:
+                incoming.feed(piece)
+        except MalformedError:
+            self._incoming = None
+            raise
+        if incoming.missing_bytes:
+            return None
+        self._incoming = None
+        return incoming.message()

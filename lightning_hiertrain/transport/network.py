@@ -1,0 +1,535 @@
+"""The links of one tier to all others: send and receive nested values of tensors, by peer and tag."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import zmq
+
+from lightning_hiertrain.errors import LinkError, LinkTimeoutError, PeerLostError
+from lightning_hiertrain.topology import KEY_CHARACTERS, Topology
+from lightning_hiertrain.transport.addresses import (
+    check_secure,
+    dial_address,
+    is_loopback,
+    links_of,
+    listen_addresses,
+    resolve,
+)
+from lightning_hiertrain.transport.engine import ABORT, BYE, Engine
+from lightning_hiertrain.transport.keys import check_private_key, check_tier_key, read_private_key
+from lightning_hiertrain.transport.peers import Peer
+from lightning_hiertrain.transport.rendezvous import Card, ProcessIdentity, Rendezvous
+from lightning_hiertrain.transport.sockets import Channel, Credentials
+from lightning_hiertrain.transport.wire import Outgoing, encode
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED_BYTES = 256 << 20
+"""How much may wait to be sent to one peer before `send` waits too."""
+SMALL_BYTES = 64 << 10
+_LAST_WORDS_SECONDS = 2.0
+_STALL_SECONDS = 3.0
+
+
+class Network:
+    """The links of one tier; made by `Network.local` or `Network.from_topology`.
+
+    Attributes:
+        tier: The tier of this process.
+        topology: Tiers and links.
+        timeout_seconds: How long a wait lasts unless it is told otherwise.
+    """
+
+    def __init__(
+        self,
+        tier: str,
+        topology: Topology,
+        *,
+        private_key: str | None,
+        run_id: str | None,
+        timeout_seconds: float,
+        silence_seconds: float,
+    ) -> None:
+        topology.tier(tier)
+        for name, seconds in (("timeout_seconds", timeout_seconds), ("silence_seconds", silence_seconds)):
+            if not seconds > 0:
+                raise ValueError(f"`{name}` must be above 0, got {seconds!r}")
+        self.tier = tier
+        self.topology = topology
+        self.timeout_seconds = timeout_seconds
+        self._silence_seconds = silence_seconds
+        self._private_key = private_key
+        self._run_id = run_id
+        self._changed = threading.Condition()
+        self._engine: Engine | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._credentials = Credentials(public_key="", private_key="")
+        self._aborted = self._closed = False
+
+    @classmethod
+    def local(
+        cls,
+        tier: str,
+        names: Iterable[str],
+        *,
+        run_id: str,
+        timeout_seconds: float = 120.0,
+        silence_seconds: float = 10.0,
+    ) -> Network:
+        """The links between processes of one user on this machine, each with all others; needs no configuration.
+
+        Args:
+            tier: The tier of this process.
+            names: All tiers, in order of rank.
+            run_id: The same word on all tiers, and another one for every run.
+            timeout_seconds: How long a wait lasts unless it is told otherwise.
+            silence_seconds: After how long without a connection a peer counts as lost.
+        """
+        return cls(
+            tier,
+            Topology.local(names),
+            private_key=None,
+            run_id=run_id,
+            timeout_seconds=timeout_seconds,
+            silence_seconds=silence_seconds,
+        )
+
+    @classmethod
+    def from_topology(
+        cls,
+        tier: str,
+        topology: Topology,
+        *,
+        private_key: str | Path | None,
+        timeout_seconds: float = 120.0,
+        silence_seconds: float = 10.0,
+    ) -> Network:
+        """The links between machines.
+
+        Args:
+            tier: The tier of this process.
+            topology: Tiers with their addresses and public keys, and links; the same on all tiers.
+            private_key: This tier's private key or the file that holds it. `None` is allowed if no tier has keys and all
+                addresses are this machine's own: then keys are made for the run.
+            timeout_seconds: How long a wait lasts unless it is told otherwise.
+            silence_seconds: After how long without a connection a peer counts as lost.
+
+        Raises:
+            ValueError: If keys or addresses are missing or do not fit.
+        """
+        if private_key is not None:
+            is_key = isinstance(private_key, str) and len(private_key) == KEY_CHARACTERS and not os.path.exists(private_key)
+            private_key = check_private_key(str(private_key)) if is_key else read_private_key(private_key)
+        topology.tier(tier)
+        secure = check_secure(topology, tier, has_private_key=private_key is not None)
+        if secure and private_key is not None:
+            check_tier_key(tier, topology, private_key)
+        run = sha256(repr(topology.to_dict()).encode()).hexdigest()[:32]
+        return cls(
+            tier,
+            topology,
+            private_key=private_key,
+            run_id=None if secure else f"topology-{run}",
+            timeout_seconds=timeout_seconds,
+            silence_seconds=silence_seconds,
+        )
+
+    def __enter__(self) -> Network:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abort(repr(error))
+        self.close()
+
+    def start(self) -> None:
+        """Listens for the tiers below, dials those above, and returns without waiting for them.
+
+        Raises:
+            LinkError: If an address to listen on cannot be had.
+        """
+        if self._engine is not None or self._closed:
+            raise RuntimeError(f"the network of tier {self.tier!r} was started before; make a new one")
+        if self._private_key is None:
+            public, private = (key.decode() for key in zmq.curve_keypair())
+        else:
+            public, private = str(self.topology.tier(self.tier).public_key), self._private_key
+        self._credentials.public_key, self._credentials.private_key = public, private
+        if self._run_id is not None and len(self.topology.names) > 1:
+            self._rendezvous = Rendezvous(self._run_id, self.tier)
+        self._engine = Engine(
+            self.tier,
+            self.topology,
+            self._credentials,
+            changed=self._changed,
+            silence_seconds=self._silence_seconds,
+            meet=self._meet,
+        )
+        try:
+            port = self._listen(self._engine)
+            if self._rendezvous is not None:
+                card = Card(public_key=public, port=port, process=ProcessIdentity.current())
+                self._rendezvous.publish(card)
+        except BaseException:
+            self._engine.stop(_LAST_WORDS_SECONDS)
+            raise
+        self._engine.start()
+
+    def wait_for_peers(self, timeout_seconds: float | None = None) -> None:
+        """Waits until this tier and every other one have heard from each other.
+
+        Raises:
+            LinkTimeoutError: If one is missing; the message names it and its address.
+            PeerLostError: If one came and is gone.
+        """
+        timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        peers = self._running().peers
+
+        def all_here() -> bool:
+            for peer in peers.values():
+                if peer.lost is not None:
+                    raise self._lost_error(peer, "wait for all tiers", timeout_seconds)
+            return all(peer.established for peer in peers.values())
+
+        if not self._wait(all_here, timeout_seconds):
+            missing = [peer for peer in peers.values() if not peer.established]
+            raise LinkTimeoutError(
+                f"tier {self.tier!r} waited {timeout_seconds:g} s for all tiers: "
+                + "; ".join(self._describe_missing(peer) for peer in missing)
+                + ". Start the missing tiers, and check addresses, firewalls and keys",
+                tier=self.tier,
+                peer=missing[0].name,
+                operation="wait for all tiers",
+                timeout_seconds=timeout_seconds,
+            )
+
+    def send(self, peer: str, tag: str, value: Any = None, *, control: bool | None = False) -> None:
+        """Sends a value and returns before it has left; its tensors must not be changed until it has arrived.
+
+        Args:
+            peer: The tier that gets it.
+            tag: The name under which it is received.
+            value: What `pack` can take apart.
+            control: Whether it is small and must not wait behind tensors; `None` for "if it is small". Order holds within
+                each kind, not between them.
+
+        Raises:
+            TypeError: If the value holds something that cannot travel.
+            PeerLostError: If the peer is gone.
+            LinkTimeoutError: If too much waits to be sent already.
+        """
+        if tag.startswith("\0"):
+            raise ValueError(f"the tag {tag!r} is reserved")
+        engine, state, message = self._running(), self._peer(peer), encode(tag, value)
+        small = message.total_bytes <= SMALL_BYTES if control is None else control
+        channel, operation = Channel.CONTROL if small else Channel.DATA, f"send {tag}"
+
+        def has_room() -> bool:
+            if state.lost is not None:
+                raise self._lost_error(state, operation, None)
+            queued = state.queued_bytes[channel]
+            return not queued or queued + message.total_bytes <= MAX_QUEUED_BYTES
+
+        with self._changed:
+            if not self._wait(has_room, self.timeout_seconds):
+                raise self._timeout_error(
+                    state, operation, self.timeout_seconds, f"{state.queued_bytes[channel]} bytes wait to be sent"
+                )
+            engine.enqueue(state, message, channel)
+        engine.wake()
+
+    def receive(
+        self, peer: str, tag: str, *, timeout_seconds: float | None = None, operation: str = ""
+    ) -> Any:
+        """Returns the next value that a peer has sent under a tag, and waits for it if necessary.
+
+        Args:
+            peer: The tier that sends it.
+            tag: Its name. Tags may be received in any order; values of one tag come in the order of sending.
+            timeout_seconds: How long to wait; the network's timeout if not given.
+            operation: What is being done, for error messages.
+
+        Raises:
+            PeerLostError: If the peer is gone and has left no such value.
+            LinkTimeoutError: If it has not come in time.
+        """
+        timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        operation = operation or f"receive {tag}"
+        self._running()
+        state = self._peer(peer)
+
+        def is_here() -> bool:
+            if tag in state.inbox:
+                return True
+            if state.lost is not None:
+                raise self._lost_error(state, operation, timeout_seconds)
+            return False
+
+        with self._changed:
+            if not self._wait(is_here, timeout_seconds):
+                raise self._timeout_error(state, operation, timeout_seconds, "nothing came")
+            message = state.inbox[tag].popleft()
+            if not state.inbox[tag]:
+                del state.inbox[tag]
+        return message.value()
+
+    def poll(self, peer: str, tag: str) -> bool:
+        """Tells whether `receive` would return at once.
+
+        Raises:
+            PeerLostError: If the peer is gone and has left no such value.
+        """
+        self._running()
+        state = self._peer(peer)
+        with self._changed:
+            if tag not in state.inbox and state.lost is not None:
+                raise self._lost_error(state, f"receive {tag}", None)
+            return tag in state.inbox
+
+    def flush(self, timeout_seconds: float | None = None, *, peer: str | None = None) -> None:
+        """Waits until everything that was sent, or what was sent to one peer, has arrived.
+
+        Raises:
+            PeerLostError: If a peer is gone.
+            LinkTimeoutError: If it takes longer.
+        """
+        timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        engine = self._running()
+        states = [self._peer(peer)] if peer is not None else list(engine.peers.values())
+
+        def all_arrived() -> bool:
+            for state in states:
+                if state.lost is not None and peer is not None:
+                    raise self._lost_error(state, "flush", timeout_seconds)
+            return not any(state.queued_messages for state in states)
+
+        if not self._wait(all_arrived, timeout_seconds):
+            state = next(state for state in states if state.queued_messages)
+            raise self._timeout_error(
+                state, "flush", timeout_seconds, f"{state.queued_messages} messages have not been acknowledged"
+            )
+
+    def abort(self, reason: str) -> None:
+        """Tells all peers that this tier ends with an error, so that their waits end with it too."""
+        if self._engine is None or self._closed or self._aborted or self._engine.failure is not None:
+            return
+        self._aborted = True
+        try:
+            self._last_words(ABORT, lambda _: reason)
+        except Exception:
+            log.warning("tier %s could not tell its peers that it ends", self.tier, exc_info=True)
+
+    def close(self) -> None:
+        """Sends what is still queued, says goodbye and closes the links."""
+        if self._closed:
+            return
+        engine = self._engine
+        if engine is not None and engine.failure is None:
+            try:
+                if not self._aborted:
+                    self._flush_before_closing(engine)
+                    self._relay_to_the_end(engine)
+                    self._last_words(BYE, lambda peer: peer.outgoing[Channel.DATA].sent)
+            except Exception:
+                log.warning("the links of tier %s did not close in order", self.tier, exc_info=True)
+        self._closed = True
+        if engine is not None:
+            engine.stop(_LAST_WORDS_SECONDS)
+        if self._rendezvous is not None:
+            self._rendezvous.leave()
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Returns what was sent to and received from each peer."""
+        peers = self._engine.peers if self._engine is not None else {}
+        with self._changed:
+            return {
+                name: {
+                    "bytes_sent": peer.bytes_sent,
+                    "bytes_received": peer.bytes_received,
+                    "messages_sent": peer.messages_sent,
+                    "messages_received": peer.messages_received,
+                    "bytes_relayed": peer.bytes_relayed,
+                    "chunks_replayed": sum(flow.num_replayed for flow in peer.outgoing.values()),
+                    "chunks_doubled": sum(flow.num_doubled for flow in peer.incoming.values()),
+                }
+                for name, peer in peers.items()
+            }
+
+    # Connections
+
+    def _listen(self, engine: Engine) -> int:
+        """Opens the listening port; returns it, or 0 if nobody dials this tier."""
+        if not links_of(self.topology, self.tier)[1]:
+            return 0
+        if self._run_id is not None and self.topology.tier(self.tier).address is None:
+            return engine.sockets.listen("127.0.0.1", None)
+        addresses = listen_addresses(self.topology, self.tier)
+        num_open = 0
+        for host, port in addresses:
+            try:
+                engine.sockets.listen(resolve(host), port)
+                num_open += 1
+            except (zmq.ZMQError, OSError) as error:
+                # An address that is not this machine's own may be that of a router before it.
+                if isinstance(error, zmq.ZMQError) and error.errno not in (errno.EADDRNOTAVAIL, errno.ENODEV):
+                    raise self._listen_error(host, port, error) from error
+        if not num_open:
+            host, port = addresses[0]
+            if is_loopback(host) or self._private_key is None:
+                raise self._listen_error(host, port, "this machine has no such address")
+            try:
+                engine.sockets.listen("*", port)
+            except zmq.ZMQError as error:
+                raise self._listen_error("*", port, error) from error
+        return addresses[0][1]
+
+    def _listen_error(self, host: str, port: int, error: object) -> LinkError:
+        return LinkError(
+            f"tier {self.tier!r} cannot listen on {host}:{port}: {error}; is another run using it? "
+            "End that run, or change the tier's `address` in the topology",
+            tier=self.tier,
+            peer=self.tier,
+            operation="listen",
+        )
+
+    def _meet(self) -> bool:
+        """Finds neighbours' keys and dials them; returns whether there is nothing left to find."""
+        assert self._engine is not None
+        dialled, listened = links_of(self.topology, self.tier)
+        complete = True
+        for link in (*dialled, *listened):
+            name = link.other(self.tier)
+            if name in self._credentials.neighbours:
+                continue
+            card = self._rendezvous.read(name) if self._rendezvous is not None else None
+            key = card.public_key if card is not None else self.topology.tier(name).public_key
+            if key is None:
+                complete = False
+                continue
+            self._credentials.neighbours[name] = key
+            if link in dialled:
+                fixed = link.address or self.topology.tier(name).address
+                if card is not None and fixed is None:
+                    self._engine.sockets.dial(name, "127.0.0.1", card.port)
+                else:
+                    self._engine.sockets.dial(name, *dial_address(self.topology, link))
+        return complete
+
+    # Waiting and ending
+
+    def _wait(self, condition: Callable[[], bool], timeout_seconds: float) -> bool:
+        """Waits for a condition; a failure of the links' thread ends the wait."""
+
+        def done() -> bool:
+            self._running()
+            return condition()
+
+        with self._changed:
+            return self._changed.wait_for(done, timeout_seconds)
+
+    def _running(self) -> Engine:
+        if self._engine is None or self._closed:
+            state = "closed" if self._closed else "not started"
+            raise RuntimeError(f"the network of tier {self.tier!r} is {state}")
+        if self._engine.failure is not None:
+            raise RuntimeError(f"the links of tier {self.tier!r} failed") from self._engine.failure
+        return self._engine
+
+    def _peer(self, name: str) -> Peer:
+        peers = self._running().peers
+        if name not in peers:
+            raise ValueError(f"tier {self.tier!r} has no peer {name!r}; its peers are {list(peers)}")
+        return peers[name]
+
+    def _last_words(self, tag: str, value: Callable[[Peer], Any]) -> None:
+        engine = self._running()
+        addressed = []
+        with self._changed:
+            for peer in engine.peers.values():
+                if peer.lost is None and peer.established:
+                    engine.enqueue(peer, encode(tag, value(peer)), Channel.CONTROL)
+                    addressed.append(peer)
+        engine.wake()
+
+        def heard() -> bool:
+            return not any(peer.lost is None and peer.queued_bytes[Channel.CONTROL] for peer in addressed)
+
+        self._wait(heard, _LAST_WORDS_SECONDS)
+
+    def _flush_before_closing(self, engine: Engine) -> None:
+        """Waits for what is queued as long as some of it still arrives."""
+        deadline = time.monotonic() + self.timeout_seconds
+        progress, before = 0, -1
+
+        def num_left() -> int:
+            return sum(peer.queued_messages for peer in engine.peers.values() if peer.established)
+
+        while num_left() and progress != before and time.monotonic() < deadline:
+            self._wait(lambda: not num_left(), _STALL_SECONDS)
+            flows = [flow for peer in engine.peers.values() for flow in list(peer.outgoing.values())]
+            before, progress = progress, sum(flow.num_acknowledged for flow in flows)
+        if num_left():
+            log.warning("tier %s closes its links with %s messages unacknowledged", self.tier, num_left())
+
+    def _relay_to_the_end(self, engine: Engine) -> None:
+        """Lets tiers that talk through this one finish first."""
+        peers = list(engine.peers.values())
+        relayed = [
+            peer
+            for peer in peers
+            if any(self.tier in self.topology.route(peer.name, other.name) for other in peers if other is not peer)
+        ]
+        self._wait(lambda: all(peer.lost is not None or not peer.established for peer in relayed), _STALL_SECONDS)
+
+    def _describe_missing(self, peer: Peer) -> str:
+        assert self._engine is not None
+        hop = peer.next_hop
+        link = self.topology.link(self.tier, hop)
+        assert link is not None
+        where = f"tier {peer.name!r} is missing"
+        if not peer.is_neighbour:
+            return f"{where} (reached through {hop!r})"
+        if link.between[0] == self.tier:
+            if self._run_id is not None and (link.address or self.topology.tier(hop).address) is None:
+                return f"{where} (a process of this machine, run {self._run_id!r})"
+            host, port = dial_address(self.topology, link)
+            failure = self._engine.sockets.failure(hop)
+            return f"{where} (dialled at {host}:{port}{'; ' + failure if failure else ', no answer'})"
+        if self._run_id is not None and self.topology.tier(self.tier).address is None:
+            return f"{where} (a process of this machine, run {self._run_id!r})"
+        host, port = dial_address(self.topology, link)
+        return f"{where} (it should dial this tier at {host}:{port})"
+
+    def _lost_error(self, peer: Peer, operation: str, timeout_seconds: float | None) -> PeerLostError:
+        limit = "" if timeout_seconds is None else f" (timeout {timeout_seconds:g} s)"
+        return PeerLostError(
+            f"tier {self.tier!r} lost tier {peer.name!r} during {operation!r}{limit}: {peer.lost}",
+            tier=self.tier,
+            peer=peer.name,
+            operation=operation,
+            timeout_seconds=timeout_seconds,
+        )
+
+    def _timeout_error(self, peer: Peer, operation: str, timeout_seconds: float, what: str) -> LinkTimeoutError:
+        state = "is connected" if peer.established else "has not connected yet"
+        return LinkTimeoutError(
+            f"tier {self.tier!r} waited {timeout_seconds:g} s for tier {peer.name!r} during {operation!r}: {what}, and the "
+            f"peer {state}; see what that tier is doing, or raise the timeout",
+            tier=self.tier,
+            peer=peer.name,
+            operation=operation,
+            timeout_seconds=timeout_seconds,
+        )

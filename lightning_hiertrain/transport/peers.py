@@ -1,0 +1,123 @@
+"""What a tier knows of another one, and the frames by which they keep in touch.
+
+The first frame of everything that travels is an envelope, a small JSON object:
+
+    k  kind: hello | probe | ack | chunk | refuse        s, t    source and target tier
+    e  session of the source                             te      session of the target, as far as the source knows
+    c  channel                                           q, g    sequence number and generation (`flow.py`)
+    l  lengths of head and message, on a first chunk     p       the probe or gap that an ack answers
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_hiertrain.transport.flow import InFlow, OutFlow
+from lightning_hiertrain.transport.rendezvous import ProcessIdentity
+from lightning_hiertrain.transport.sockets import Channel
+from lightning_hiertrain.transport.wire import MalformedError, Message
+
+KINDS = ("hello", "probe", "ack", "chunk", "refuse")
+
+
+@dataclass(kw_only=True)
+class Peer:
+    """Another tier, seen from this one. The fields of the second block are guarded by the network's lock."""
+
+    name: str
+    route: tuple[str, ...]
+    session: str | None = None
+    process: ProcessIdentity | None = None
+    last_heard: float = 0.0
+    down_since: float | None = None
+    ended_since: float | None = None
+    closing_at: int | None = None
+    """The number of chunks of tensors after which it will have closed."""
+    outgoing: dict[Channel, OutFlow] = field(default_factory=lambda: {c: OutFlow() for c in Channel})
+    incoming: dict[Channel, InFlow] = field(default_factory=lambda: {c: InFlow() for c in Channel})
+    unanswered: bool = False
+    """Whether it should hear from this tier before the next beat."""
+
+    established: bool = False
+    """Whether each has heard from the other."""
+    lost: str | None = None
+    """Why it can no longer be reached."""
+    inbox: defaultdict[str, deque[Message]] = field(default_factory=lambda: defaultdict(deque))
+    queued_bytes: dict[Channel, int] = field(default_factory=lambda: dict.fromkeys(Channel, 0))
+    queued_messages: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    bytes_relayed: int = 0
+
+    @property
+    def next_hop(self) -> str:
+        return self.route[1]
+
+    @property
+    def is_neighbour(self) -> bool:
+        return len(self.route) == 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Envelope:
+    """The envelope of an arriving frame, checked field by field."""
+
+    kind: str
+    source: str
+    target: str
+    session: str
+    target_session: str | None
+    channel: Channel
+    sequence: int
+    generation: int
+    lengths: list[int] | None
+    echo: tuple[int, int] | None
+    more: dict[str, Any]
+
+    @classmethod
+    def read(cls, text: bytes) -> Envelope:
+        """Parses an envelope.
+
+        Raises:
+            MalformedError: If it is not one.
+        """
+        try:
+            data = json.loads(text)
+            kind, session, target_session = data["k"], data["e"], data.get("te")
+            if kind not in KINDS or not isinstance(session, str) or len(session) > 64:
+                raise MalformedError("an envelope of an unknown kind")
+            lengths, echo = data.get("l"), data.get("p")
+            return cls(
+                kind=kind,
+                source=str(data["s"]),
+                target=str(data["t"]),
+                session=session,
+                target_session=target_session,
+                channel=Channel(_number(data.get("c", 0))),
+                sequence=_number(data.get("q", 0)),
+                generation=_number(data.get("g", 0)),
+                lengths=None if lengths is None else [_number(lengths[0]), _number(lengths[1])],
+                echo=None if echo is None else (_number(echo[0]), _number(echo[1])),
+                more=data,
+            )
+        except MalformedError:
+            raise
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+            raise MalformedError("an envelope that cannot be read") from error
+
+
+def write_envelope(kind: str, source: str, target: str, session: str, peer_session: str | None, **more: Any) -> bytes:
+    """Returns the bytes of an envelope."""
+    data = {"k": kind, "s": source, "t": target, "e": session, "te": peer_session, **more}
+    return json.dumps(data, separators=(",", ":")).encode()
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise MalformedError("an envelope with an impossible number")
+    return value

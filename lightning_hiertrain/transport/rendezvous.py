@@ -1,0 +1,152 @@
+"""How processes of one user on one machine find each other without configuration.
+
+Every tier writes its public key and port to `<temporary directory>/hiertrain-<user id>/<run>/<tier>.json` and reads those
+of the others. The directories belong to the user and nobody else can enter them; files of processes that have ended, or of
+another owner, are passed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_MAX_FILE_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessIdentity:
+    """Which process of which machine, so that others on the same machine can see whether it still runs."""
+
+    machine: str | None
+    """Changes with every boot and differs between containers; `None` where the system does not tell."""
+    pid: int
+    start_time: str | None
+
+    @classmethod
+    def current(cls) -> ProcessIdentity:
+        """Returns that of this process."""
+        pid = os.getpid()
+        return cls(machine=_machine(), pid=pid, start_time=_start_time(pid))
+
+    def has_ended(self) -> bool:
+        """Tells whether the process is known to have ended; always false for one of another machine."""
+        if self.machine is None or self.machine != _machine() or self.start_time is None:
+            return False
+        return _start_time(self.pid) != self.start_time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What a tier tells the others."""
+
+    public_key: str
+    port: int
+    process: ProcessIdentity
+
+
+class Rendezvous:
+    """The meeting place of one run.
+
+    Args:
+        run_id: The same word on all tiers, and another one for every run.
+        tier: The tier of this process.
+
+    Raises:
+        ValueError: If the directory belongs to someone else or others may enter it.
+    """
+
+    def __init__(self, run_id: str, tier: str) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", run_id) or run_id.startswith("."):
+            raise ValueError(f"the run id {run_id!r} must be a word of letters, digits, '_', '-' and '.'")
+        user = os.getuid() if hasattr(os, "getuid") else "user"
+        root = Path(tempfile.gettempdir()) / f"hiertrain-{user}"
+        self.directory = root / run_id
+        for directory in (root, self.directory):
+            _make_private(directory)
+        self._path = self.directory / f"{tier}.json"
+        self._tier = tier
+
+    def publish(self, card: Card) -> None:
+        """Writes this tier's card.
+
+        Raises:
+            ValueError: If another live process has taken this tier's place.
+        """
+        other = self.read(self._tier)
+        if other is not None and other.process != card.process:
+            raise ValueError(
+                f"tier {self._tier!r} of run {self.directory.name!r} is already process {other.process.pid}; "
+                "give every run an id of its own"
+            )
+        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(asdict(card), file)
+        temporary.replace(self._path)
+
+    def read(self, tier: str) -> Card | None:
+        """Returns the card of a tier, or `None` if it has not come yet."""
+        path = self.directory / f"{tier}.json"
+        try:
+            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        except OSError:
+            return None
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or not _is_own(status):
+                return None
+            text = file.read(_MAX_FILE_BYTES)
+        try:
+            data = json.loads(text)
+            process = ProcessIdentity(**data["process"])
+            card = Card(public_key=str(data["public_key"]), port=int(data["port"]), process=process)
+        except (ValueError, TypeError, KeyError):
+            return None
+        return None if card.process.has_ended() else card
+
+    def leave(self) -> None:
+        """Removes this tier's card, and the directory with the last one."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+        with contextlib.suppress(OSError):
+            self.directory.rmdir()
+
+
+def _make_private(directory: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or not _is_own(status) or status.st_mode & 0o077:
+        raise ValueError(
+            f"the directory {directory}, where the tiers of this machine meet, belongs to someone else or is open to others; "
+            "remove it, or set TMPDIR to a directory of your own"
+        )
+
+
+def _is_own(status: os.stat_result) -> bool:
+    return not hasattr(os, "getuid") or status.st_uid == os.getuid()
+
+
+def _machine() -> str | None:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def _start_time(pid: int) -> str | None:
+    """Returns when a process was started, `None` if there is none (a zombie has ended)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]

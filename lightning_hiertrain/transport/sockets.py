@@ -1,0 +1,388 @@
+"""The ZeroMQ side of a tier: one listening socket, two dialled ones for each tier above, keys and reconnection.
+
+    lower tier                                        higher tier
+    DEALER control  ----- one TCP connection ----->   ROUTER (one port for all the tiers below)
+    DEALER data     ----- one TCP connection ----->
+
+Small messages never wait behind tensors because each channel has a connection of its own. The object belongs to one
+thread; encryption and TCP run in ZeroMQ's own threads. A connection that breaks is made anew with nothing left in it: what
+it held is lost, and `flow.py` sends it again.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from lightning_hiertrain.transport.wire import MAX_CHUNK_BYTES
+
+log = logging.getLogger(__name__)
+
+MAX_FRAMES = 256
+MAX_ENVELOPE_BYTES = 64 << 10
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN = b"hiertrain"
+_BATCH = 16
+_BROKEN = (
+    zmq.Event.DISCONNECTED,
+    zmq.Event.HANDSHAKE_FAILED_AUTH,
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
+)
+
+Frame = zmq.Frame | memoryview | bytes
+
+
+class Channel(IntEnum):
+    """The two connections of a pair of neighbours."""
+
+    CONTROL = 0
+    DATA = 1
+
+
+@dataclass(kw_only=True)
+class Credentials:
+    """This tier's keys and those of its neighbours, as they become known."""
+
+    public_key: str
+    private_key: str = field(repr=False)
+    neighbours: dict[str, str] = field(default_factory=dict)
+    """Public key by name."""
+
+    def owner_of(self, public_key: str) -> str | None:
+        """Returns the neighbour whose key this is."""
+        return next((name for name, key in self.neighbours.items() if key == public_key), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """A message of frames with the neighbour and the channel on which it came."""
+
+    neighbour: str
+    channel: Channel
+    envelope: bytes
+    payload: list[zmq.Frame]
+
+
+class Sockets:
+    """All sockets of a tier.
+
+    Args:
+        credentials: Keys; neighbours may be added later.
+        num_links: How many neighbours there will be.
+        heartbeat_seconds: How long a dialled connection may be silent before it counts as broken.
+        on_up: Called with neighbour and channel when a connection has been made.
+        on_unknown_key: Called when a key that is not listed asks to come in, before it is refused; may list more keys.
+    """
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        *,
+        num_links: int,
+        heartbeat_seconds: float,
+        on_up: Callable[[str, Channel], None],
+        on_unknown_key: Callable[[], None],
+    ) -> None:
+        self._credentials = credentials
+        self._heartbeat_seconds = heartbeat_seconds
+        self._on_up = on_up
+        self._on_unknown_key = on_unknown_key
+        self._context = zmq.Context(io_threads=max(2, min(2 * num_links, 6)))
+        self._context.set(zmq.MAX_SOCKETS, 1023)
+        self._poller = zmq.Poller()
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.bind(_ZAP_ADDRESS)
+        self._poller.register(self._zap, zmq.POLLIN)
+        self._router: zmq.Socket[bytes] | None = None
+        self._dialled: dict[tuple[str, Channel], _Dialled] = {}
+        self._routing_ids: dict[tuple[str, Channel], bytes] = {}
+        self._sources: dict[bytes, tuple[str, Channel]] = {}
+        self._warned: set[tuple[str, str]] = set()
+        self.closed = False
+
+    def listen(self, host: str, port: int | None) -> int:
+        """Opens the listening socket on one more address and returns the port.
+
+        Raises:
+            zmq.ZMQError: If the address cannot be had.
+        """
+        if self._router is None:
+            router = self._context.socket(zmq.ROUTER)
+            _set_common_options(router)
+            router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            router.setsockopt(zmq.CURVE_SERVER, 1)
+            router.setsockopt(zmq.CURVE_SECRETKEY, self._credentials.private_key.encode())
+            router.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+            self._router = router
+            self._poller.register(router, zmq.POLLIN)
+        address = f"tcp://{_bracketed(host)}"
+        if port is None:
+            return int(self._router.bind_to_random_port(address))
+        self._router.bind(f"{address}:{port}")
+        return port
+
+    def dial(self, neighbour: str, host: str, port: int) -> None:
+        """Starts to connect to a tier above; its key must be known."""
+        for channel in Channel:
+            self._dialled[neighbour, channel] = _Dialled(f"tcp://{_bracketed(host)}:{port}")
+            self._open(neighbour, channel)
+
+    def watch(self, descriptor: int) -> None:
+        """Lets `poll` return when a file descriptor is readable."""
+        self._poller.register(descriptor, zmq.POLLIN)
+
+    def is_up(self, neighbour: str, channel: Channel) -> bool:
+        """Tells whether a connection stands, as far as is known."""
+        dialled = self._dialled.get((neighbour, channel))
+        return dialled.up if dialled is not None else (neighbour, channel) in self._routing_ids
+
+    def failure(self, neighbour: str) -> str:
+        """Says what was last wrong with the connection to a dialled neighbour."""
+        dialled = self._dialled.get((neighbour, Channel.CONTROL))
+        return dialled.failure if dialled is not None else ""
+
+    def send(self, neighbour: str, channel: Channel, frames: Sequence[Frame]) -> bool:
+        """Sends frames, or returns false if there is no connection."""
+        try:
+            dialled = self._dialled.get((neighbour, channel))
+            if dialled is not None:
+                if not dialled.up or dialled.socket is None:
+                    return False
+                dialled.socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
+                return True
+            routing_id = self._routing_ids.get((neighbour, channel))
+            if routing_id is None or self._router is None:
+                return False
+            self._router.send_multipart([routing_id, *frames], flags=zmq.NOBLOCK, copy=False)
+            return True
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN, errno.ECONNRESET):
+                raise
+            if error.errno == zmq.EHOSTUNREACH:
+                self._forget(neighbour, channel)
+            return False
+
+    def poll(self, timeout_seconds: float) -> list[Received]:
+        """Waits for frames, at most so long, and deals with keys and connections meanwhile."""
+        now = time.monotonic()
+        for (neighbour, channel), dialled in self._dialled.items():
+            if dialled.socket is None:
+                if now >= dialled.retry_at:
+                    self._open(neighbour, channel)
+                else:
+                    timeout_seconds = min(timeout_seconds, dialled.retry_at - now)
+        ready = dict(self._poller.poll(max(0, int(timeout_seconds * 1000 + 0.999))))
+        received: list[Received] = []
+        if self._zap in ready:
+            self._admit()
+        if self._router is not None and self._router in ready:
+            self._receive_from_below(received)
+        for (neighbour, channel), dialled in self._dialled.items():
+            if dialled.socket is not None and dialled.socket in ready:
+                for frames in _drain(dialled.socket):
+                    self._append(received, neighbour, channel, frames)
+        for (neighbour, channel), dialled in self._dialled.items():
+            if dialled.monitor is not None and dialled.monitor in ready:
+                self._watch_connection(neighbour, channel, dialled)
+        return received
+
+    def warn_once(self, neighbour: str, what: str) -> None:
+        """Logs that a neighbour sent something that was dropped, the first time for each kind."""
+        if (neighbour, what) not in self._warned:
+            self._warned.add((neighbour, what))
+            log.warning("dropped frames from tier %s: %s (said once)", neighbour, what)
+
+    def close(self) -> None:
+        """Closes every socket; what has been handed to them gets a moment to leave."""
+        if self.closed:
+            return
+        self.closed = True
+        for dialled in self._dialled.values():
+            dialled.close(self._poller, linger_milliseconds=200)
+        for socket in (self._router, self._zap):
+            if socket is not None:
+                socket.close(linger=200)
+        self._context.term()
+
+    def _open(self, neighbour: str, channel: Channel) -> None:
+        dialled = self._dialled[neighbour, channel]
+        socket = self._context.socket(zmq.DEALER)
+        _set_common_options(socket)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._credentials.public_key.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._credentials.private_key.encode())
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self._credentials.neighbours[neighbour].encode())
+        if channel is Channel.CONTROL:
+            # Only here: on the data connection a heartbeat would wait behind a whole chunk, minutes on a slow link.
+            milliseconds = int(self._heartbeat_seconds * 1000)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, max(100, milliseconds // 4))
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds)
+            socket.setsockopt(zmq.HEARTBEAT_TTL, milliseconds)
+        dialled.monitor = socket.get_monitor_socket(zmq.EVENT_ALL)
+        dialled.socket = socket
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(dialled.monitor, zmq.POLLIN)
+        socket.connect(dialled.address)
+
+    def _watch_connection(self, neighbour: str, channel: Channel, dialled: _Dialled) -> None:
+        while dialled.monitor is not None and dialled.monitor.poll(0):
+            event = recv_monitor_message(dialled.monitor)["event"]
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED and dialled.socket is not None:
+                dialled.up, dialled.num_failures, dialled.failure = True, 0, ""
+                dialled.socket.send_multipart([b"link", str(int(channel)).encode()], flags=zmq.NOBLOCK)
+                self._on_up(neighbour, channel)
+            elif event in _BROKEN:
+                self._break(neighbour, channel, _explain(event))
+                if channel is Channel.CONTROL:
+                    self._break(neighbour, Channel.DATA, _explain(event))
+
+    def _break(self, neighbour: str, channel: Channel, failure: str) -> None:
+        dialled = self._dialled[neighbour, channel]
+        log.debug("the %s connection to tier %s broke: %s", channel.name.lower(), neighbour, failure)
+        dialled.close(self._poller, linger_milliseconds=0)
+        dialled.failure = failure
+        dialled.retry_at = time.monotonic() + min(1.0, 0.05 * 2**dialled.num_failures)
+        dialled.num_failures = min(dialled.num_failures + 1, 5)
+
+    def _receive_from_below(self, received: list[Received]) -> None:
+        assert self._router is not None
+        for frames in _drain(self._router):
+            if len(frames) < 2:
+                continue
+            routing_id = frames[0].bytes
+            neighbour = _user_id(frames[1])
+            if frames[1].bytes == b"link" and len(frames) == 3:
+                self._enter(neighbour, frames[2].bytes, routing_id)
+                continue
+            source = self._sources.get(routing_id)
+            if source is None or source[0] != neighbour:
+                self.warn_once(neighbour, "frames on a connection that was not announced")
+                continue
+            self._append(received, *source, frames[1:])
+
+    def _enter(self, neighbour: str, channel_text: bytes, routing_id: bytes) -> None:
+        if channel_text not in (b"0", b"1"):
+            self.warn_once(neighbour, "an unknown channel")
+            return
+        key = (neighbour, Channel(int(channel_text)))
+        self._sources.pop(self._routing_ids.get(key, b""), None)
+        self._routing_ids[key] = routing_id
+        self._sources[routing_id] = key
+        self._on_up(*key)
+
+    def _forget(self, neighbour: str, channel: Channel) -> None:
+        self._sources.pop(self._routing_ids.pop((neighbour, channel), b""), None)
+
+    def _append(
+        self, received: list[Received], neighbour: str, channel: Channel, frames: list[zmq.Frame]
+    ) -> None:
+        envelope, *payload = frames
+        if len(envelope) > MAX_ENVELOPE_BYTES or len(payload) > MAX_FRAMES:
+            self.warn_once(neighbour, "too many or too long frames")
+            return
+        received.append(
+            Received(neighbour=neighbour, channel=channel, envelope=envelope.bytes, payload=payload)
+        )
+
+    def _admit(self) -> None:
+        """Answers ZeroMQ's question whether a key may come in (ZAP, rfc.zeromq.org/spec/27)."""
+        request = self._zap.recv_multipart()
+        version, request_id, domain, address = (*request, b"", b"", b"", b"")[:4]
+        neighbour = None
+        if len(request) == 7 and domain == _ZAP_DOMAIN and request[5] == b"CURVE":
+            key = z85.encode(request[6]).decode()
+            if self._credentials.owner_of(key) is None:
+                self._on_unknown_key()
+            neighbour = self._credentials.owner_of(key)
+        if neighbour is None:
+            where = address.decode(errors="replace")
+            if ("", where) not in self._warned:
+                self._warned.add(("", where))
+                log.warning("refused a connection from %s: its key is not that of a neighbouring tier", where)
+            self._zap.send_multipart([version, request_id, b"400", b"not on the list", b"", b""])
+        else:
+            self._zap.send_multipart([version, request_id, b"200", b"OK", neighbour.encode(), b""])
+
+
+class _Dialled:
+    """One connection to a tier above, or the plan to make it."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.socket: zmq.Socket[bytes] | None = None
+        self.monitor: zmq.Socket[bytes] | None = None
+        self.up = False
+        self.failure = ""
+        self.retry_at = 0.0
+        self.num_failures = 0
+
+    def close(self, poller: zmq.Poller, *, linger_milliseconds: int) -> None:
+        self.up = False
+        if self.socket is None or self.monitor is None:
+            return
+        poller.unregister(self.socket)
+        poller.unregister(self.monitor)
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=linger_milliseconds)
+        self.socket = self.monitor = None
+
+
+def _set_common_options(socket: zmq.Socket[bytes]) -> None:
+    options: dict[int, Any] = {
+        zmq.MAXMSGSIZE: MAX_CHUNK_BYTES + MAX_ENVELOPE_BYTES,
+        zmq.SNDHWM: 0,  # `flow.py` bounds what is on its way
+        zmq.RCVHWM: 0,
+        zmq.LINGER: 0,
+        zmq.IPV6: 1,
+        zmq.HANDSHAKE_IVL: 10_000,
+        zmq.CONNECT_TIMEOUT: 2_000,
+        zmq.RECONNECT_IVL: 100,
+        zmq.RECONNECT_IVL_MAX: 1_000,
+        zmq.TCP_KEEPALIVE: 1,
+        zmq.TCP_KEEPALIVE_IDLE: 10,
+        zmq.TCP_KEEPALIVE_INTVL: 5,
+        zmq.TCP_KEEPALIVE_CNT: 3,
+        zmq.TCP_MAXRT: 15_000,
+    }
+    for option, value in options.items():
+        socket.setsockopt(option, value)
+
+
+def _drain(socket: zmq.Socket[bytes]) -> list[list[zmq.Frame]]:
+    messages: list[list[zmq.Frame]] = []
+    try:
+        while len(messages) < _BATCH:
+            messages.append(socket.recv_multipart(flags=zmq.NOBLOCK, copy=False))
+    except zmq.Again:
+        pass
+    return messages
+
+
+def _user_id(frame: zmq.Frame) -> str:
+    """Returns the tier whose key the sender of a frame has."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
+def _explain(event: int) -> str:
+    if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
+        return "it refused this tier's key"
+    if event in _BROKEN[1:]:
+        return "what answered there does not hold that tier's key"
+    return "the connection was closed"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

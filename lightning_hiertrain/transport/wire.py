@@ -1,0 +1,182 @@
+"""How a value looks on the wire: one JSON head, then the raw bytes of its tensors, cut into chunks.
+
+The head is `{"tag": ..., "value": skeleton, "tensors": [[dtype, shape], ...]}`. Sending copies nothing: chunks are views of
+the tensors. Receiving checks the head before it allocates the tensors, and fills them as the chunks arrive.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_hiertrain.transport.packing import pack, unpack
+
+CHUNK_BYTES = 1 << 20
+"""What the sender puts into a chunk."""
+MAX_CHUNK_BYTES = 4 << 20
+"""The largest chunk that a receiver takes."""
+MAX_HEAD_BYTES = 256 << 20
+MAX_MESSAGE_BYTES = 64 << 30
+_MAX_VIEWS = 128
+
+_DTYPES = {
+    str(found).removeprefix("torch."): found for found in vars(torch).values() if isinstance(found, torch.dtype)
+}
+
+
+class MalformedError(ValueError):
+    """Bytes that no sender of this version makes."""
+
+
+@dataclass(kw_only=True)
+class Message:
+    """A value that has arrived: its skeleton and its tensors, and the tag under which it was sent."""
+
+    tag: str
+    header: Any
+    """The skeleton that `pack` made."""
+    tensors: list[torch.Tensor]
+
+    def value(self) -> Any:
+        """Puts the value together."""
+        return unpack(self.header, self.tensors)
+
+
+def encode(tag: str, value: Any) -> Outgoing:
+    """Prepares a value for sending.
+
+    Raises:
+        TypeError: If the value holds something that cannot travel.
+    """
+    skeleton, tensors = pack(value)
+    specs = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    head = json.dumps({"tag": tag, "value": skeleton, "tensors": specs}, separators=(",", ":")).encode()
+    views = [memoryview(head), *(byte_view(tensor) for tensor in tensors)]
+    return Outgoing(head_bytes=len(head), views=[view for view in views if view.nbytes])
+
+
+def packed_bytes(value: Any) -> int:
+    """Returns how many bytes a value takes on the wire, without the few that each chunk adds."""
+    return encode("", value).total_bytes
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a tensor: those of its own memory if it is contiguous and on the CPU."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()).cast("B") if flat.numel() else memoryview(b"")
+
+
+@dataclass(kw_only=True)
+class Outgoing:
+    """A message on its way out."""
+
+    head_bytes: int
+    views: list[memoryview]
+
+    def __post_init__(self) -> None:
+        self.total_bytes = sum(view.nbytes for view in self.views)
+
+    def chunks(self, chunk_bytes: int) -> Iterator[list[memoryview]]:
+        """Cuts the message into chunks, each a list of views."""
+        chunk: list[memoryview] = []
+        room = chunk_bytes
+        for view in self.views:
+            start = 0
+            while start < view.nbytes:
+                piece = view[start : start + room]
+                chunk.append(piece)
+                start += piece.nbytes
+                room -= piece.nbytes
+                if not room or len(chunk) == _MAX_VIEWS:
+                    yield chunk
+                    chunk, room = [], chunk_bytes
+        if chunk:
+            yield chunk
+
+
+class Incoming:
+    """A message that is arriving.
+
+    Args:
+        head_bytes: The announced length of the head.
+        total_bytes: The announced length of head and tensors.
+
+    Raises:
+        MalformedError: If the lengths are impossible.
+    """
+
+    def __init__(self, head_bytes: Any, total_bytes: Any) -> None:
+        if type(head_bytes) is not int or type(total_bytes) is not int:
+            raise MalformedError(f"lengths that are no numbers: {head_bytes!r:.40}, {total_bytes!r:.40}")
+        if not 0 < head_bytes <= MAX_HEAD_BYTES or not head_bytes <= total_bytes <= MAX_MESSAGE_BYTES:
+            raise MalformedError(f"impossible lengths: a head of {head_bytes} in a message of {total_bytes} bytes")
+        self.missing_bytes = total_bytes
+        self._tensor_bytes = total_bytes - head_bytes
+        self._head = bytearray()
+        self._head_bytes = head_bytes
+        self._message: Message | None = None
+        self._room: deque[memoryview] = deque()
+
+    def feed(self, piece: memoryview) -> None:
+        """Takes the next bytes.
+
+        Raises:
+            MalformedError: If they are more than announced, or the head is not one.
+        """
+        if piece.nbytes > self.missing_bytes:
+            raise MalformedError("more bytes than the message announced")
+        self.missing_bytes -= piece.nbytes
+        if self._message is None:
+            missing = self._head_bytes - len(self._head)
+            self._head += piece[:missing]
+            piece = piece[missing:]
+            if len(self._head) == self._head_bytes:
+                self._message = self._allocate()
+        while piece.nbytes:
+            room = self._room[0]
+            length = min(room.nbytes, piece.nbytes)
+            room[:length] = piece[:length]
+            piece = piece[length:]
+            if length == room.nbytes:
+                self._room.popleft()
+            else:
+                self._room[0] = room[length:]
+
+    def message(self) -> Message:
+        """Returns the complete message."""
+        assert self._message is not None
+        assert not self.missing_bytes
+        return self._message
+
+    def _allocate(self) -> Message:
+        try:
+            head = json.loads(self._head)
+            tag, skeleton, specs = head["tag"], head["value"], head["tensors"]
+            layouts = [(_DTYPES[dtype], _checked_shape(shape)) for dtype, shape in specs]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise MalformedError(f"a head that cannot be read: {error!r:.200}") from error
+        if type(tag) is not str:
+            raise MalformedError("a tag that is no text")
+        announced = sum(math.prod(shape) * dtype.itemsize for dtype, shape in layouts)
+        if announced != self._tensor_bytes:
+            raise MalformedError(f"tensors of {announced} bytes in a body of {self._tensor_bytes}")
+        tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in layouts]
+        self._room.extend(view for view in map(byte_view, tensors) if view.nbytes)
+        self._head = bytearray()
+        return Message(tag=tag, header=skeleton, tensors=tensors)
+
+
+def _checked_shape(shape: Any) -> tuple[int, ...]:
+    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 2**48 for size in shape):
+        raise MalformedError(f"an impossible shape: {shape!r:.80}")
+    if len(shape) > 64:
+        raise MalformedError(f"a tensor of {len(shape)} dimensions")
+    return tuple(shape)
