@@ -75,9 +75,15 @@ def check_secure(topology: Topology, tier: str, *, has_private_key: bool) -> boo
     hosts = [host for host, _ in listen_addresses(topology, tier)]
     hosts += [dial_address(topology, link)[0] for link in dialled]
     outside = next((host for host in hosts if not is_loopback(host)), None)
-    remedy = "make keys for all tiers with `hiertrain keys`, and give every tier its own private key"
+    remedy = (
+        "make keys for all tiers with `hiertrain keys`, and give every tier its own private key"
+    )
     if has_private_key or len(missing) <= len(neighbours):
-        what = f"the topology lacks the public keys of {missing}" if missing else "it was given no private key"
+        what = (
+            f"the topology lacks the public keys of {missing}"
+            if missing
+            else "it was given no private key"
+        )
         raise ValueError(f"tier {tier!r} cannot open its links: {what}; {remedy}")
     if outside is not None:
         raise ValueError(

@@ -18,7 +18,9 @@ class Collectives:
 
     def __init__(self, network: Network, order: Sequence[str]) -> None:
         if network.tier not in order or len(set(order)) != len(order):
-            raise ValueError(f"`order` must name every tier once, {network.tier!r} included; got {tuple(order)}")
+            raise ValueError(
+                f"`order` must name every tier once, {network.tier!r} included; got {tuple(order)}"
+            )
         self._network = network
         self._order = tuple(order)
         self._count = 0
@@ -32,7 +34,9 @@ class Collectives:
         self._check(source)
         return self._broadcast(value, source, self._tag("broadcast"), "broadcast", timeout_seconds)
 
-    def gather(self, value: Any, target: str, *, timeout_seconds: float | None = None) -> list[Any] | None:
+    def gather(
+        self, value: Any, target: str, *, timeout_seconds: float | None = None
+    ) -> list[Any] | None:
         """Returns the values of all tiers in order on one tier, `None` on the others."""
         self._check(target)
         return self._gather(value, target, self._tag("gather"), "gather", timeout_seconds)
@@ -86,4 +90,6 @@ class Collectives:
         return value
 
     def _receive(self, tier: str, tag: str, operation: str, timeout_seconds: float | None) -> Any:
-        return self._network.receive(tier, tag, timeout_seconds=timeout_seconds, operation=operation)
+        return self._network.receive(
+            tier, tag, timeout_seconds=timeout_seconds, operation=operation
+        )

@@ -58,7 +58,9 @@ class Engine:
         self.topology = topology
         self.session = secrets.token_hex(8)
         self.peers = {
-            name: Peer(name=name, route=topology.route(tier, name)) for name in topology.names if name != tier
+            name: Peer(name=name, route=topology.route(tier, name))
+            for name in topology.names
+            if name != tier
         }
         self.failure: BaseException | None = None
         self._changed = changed
@@ -82,7 +84,9 @@ class Engine:
             on_unknown_key=self._try_to_meet,
         )
         self.sockets.watch(self._wake_receiver.fileno())
-        self._thread = threading.Thread(target=self._run, name=f"hiertrain-links-{tier}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"hiertrain-links-{tier}", daemon=True
+        )
 
     def start(self) -> None:
         """Starts the thread; from now on the sockets are its own."""
@@ -237,20 +241,22 @@ class Engine:
             raise MalformedError("a chunk on the connection of another channel")
         flow = peer.incoming[envelope.channel]
         pieces = [frame.buffer.cast("B") for frame in item.payload]
+        before = flow.received
         message = flow.accept(envelope.sequence, envelope.generation, envelope.lengths, pieces)
+        if flow.received > before:
+            peer.bytes_received += sum(piece.nbytes for piece in pieces)
         if message is not None:
-            self._deliver(peer, message, sum(piece.nbytes for piece in pieces))
+            self._deliver(peer, message)
         if peer.closing_at is not None and peer.incoming[Channel.DATA].received >= peer.closing_at:
             self._lose(peer, "it has finished and closed its links")
 
-    def _deliver(self, peer: Peer, message: Message, _: int) -> None:
+    def _deliver(self, peer: Peer, message: Message) -> None:
         if message.tag in (BYE, ABORT, LOST):
             self._obey(peer, message)
             return
         with self._changed:
             peer.inbox[message.tag].append(message)
             peer.messages_received += 1
-            peer.bytes_received += sum(tensor.nbytes for tensor in message.tensors)
             self._changed.notify_all()
 
     def _obey(self, peer: Peer, message: Message) -> None:
@@ -289,11 +295,7 @@ class Engine:
             for channel in Channel:
                 if self.sockets.is_up(peer.next_hop, channel):
                     self._send_chunks(peer, channel)
-            for channel, flow in peer.incoming.items():
-                if flow.acknowledgement_due:
-                    echo = {} if flow.echo is None else {"p": flow.echo}
-                    if self._send_control(peer, "ack", peer.session, c=channel, q=flow.received, **echo):
-                        flow.acknowledgement_due, flow.echo = False, None
+            self._acknowledge(peer)
 
     def _send_chunks(self, peer: Peer, channel: Channel) -> None:
         flow = peer.outgoing[channel]
@@ -301,22 +303,45 @@ class Engine:
             more: dict[str, Any] = {"c": channel, "q": chunk.sequence, "g": flow.generation}
             if chunk.lengths is not None:
                 more["l"] = chunk.lengths
-            envelope = write_envelope("chunk", self.tier, peer.name, self.session, peer.session, **more)
+            envelope = write_envelope(
+                "chunk", self.tier, peer.name, self.session, peer.session, **more
+            )
             if not self.sockets.send(peer.next_hop, channel, [envelope, *chunk.views]):
                 break  # a probe will find out
+
+    def _acknowledge(self, peer: Peer) -> None:
+        for channel, flow in peer.incoming.items():
+            if flow.acknowledgement_due:
+                echo = {} if flow.echo is None else {"p": flow.echo}
+                if self._send_control(
+                    peer, "ack", peer.session, c=channel, q=flow.received, **echo
+                ):
+                    flow.acknowledgement_due, flow.echo = False, None
 
     def _greet(self, peer: Peer) -> None:
         if peer.established:
             self._probe(peer, Channel.CONTROL)
         else:
             self._send_control(
-                peer, "hello", peer.session, protocol=PROTOCOL, links=self._links, process=asdict(self._process)
+                peer,
+                "hello",
+                peer.session,
+                protocol=PROTOCOL,
+                links=self._links,
+                process=asdict(self._process),
             )
 
     def _probe(self, peer: Peer, channel: Channel) -> None:
         flow = peer.outgoing[channel]
         envelope = write_envelope(
-            "probe", self.tier, peer.name, self.session, peer.session, c=channel, q=flow.sent, g=flow.generation
+            "probe",
+            self.tier,
+            peer.name,
+            self.session,
+            peer.session,
+            c=channel,
+            q=flow.sent,
+            g=flow.generation,
         )
         self.sockets.send(peer.next_hop, channel, [envelope])
 
@@ -372,6 +397,7 @@ class Engine:
         if peer.lost is not None:
             return
         log.debug("tier %s lost tier %s: %s", self.tier, peer.name, reason)
+        self._acknowledge(peer)  # it may be waiting for that to close
         with self._changed:
             peer.lost = reason
             peer.queued_messages = 0
@@ -381,7 +407,9 @@ class Engine:
             peer.outgoing = {}
             for other in self._living():
                 if self.tier in self.topology.route(other.name, peer.name) and other.is_neighbour:
-                    self.enqueue(other, encode(LOST, {"tier": peer.name, "reason": reason}), Channel.CONTROL)
+                    self.enqueue(
+                        other, encode(LOST, {"tier": peer.name, "reason": reason}), Channel.CONTROL
+                    )
             self._changed.notify_all()
         for other in self._living():
             if peer.name in other.route:

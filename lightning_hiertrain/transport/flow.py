@@ -19,7 +19,13 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_hiertrain.transport.wire import CHUNK_BYTES, Incoming, MalformedError, Message, Outgoing
+from lightning_hiertrain.transport.wire import (
+    CHUNK_BYTES,
+    Incoming,
+    MalformedError,
+    Message,
+    Outgoing,
+)
 
 WINDOW_BYTES = 16 * CHUNK_BYTES
 """How much of a flow may be on its way, unacknowledged."""
@@ -60,7 +66,9 @@ class OutFlow:
         """Returns what to send next, or `None` if there is nothing or the window is full."""
         if self._replay_from is not None:
             if self._unacknowledged and self._replay_from <= self._unacknowledged[-1].sequence:
-                chunk = self._unacknowledged[max(0, self._replay_from - self._unacknowledged[0].sequence)]
+                chunk = self._unacknowledged[
+                    max(0, self._replay_from - self._unacknowledged[0].sequence)
+                ]
                 self._replay_from = chunk.sequence + 1
                 self.num_replayed += 1
                 return chunk

@@ -30,7 +30,9 @@ def make_keys(topology: Topology, directory: str | Path) -> Topology:
     paths = {tier.name: directory / f"{tier.name}.key" for tier in topology.tiers}
     for path in paths.values():
         if os.path.lexists(path):
-            raise ValueError(f"the key file {path} exists already; remove it if no run uses it, or choose another directory")
+            raise ValueError(
+                f"the key file {path} exists already; remove it if no run uses it, or choose another directory"
+            )
     tiers = []
     for tier in topology.tiers:
         public, private = zmq.curve_keypair()
@@ -53,7 +55,9 @@ def read_private_key(path: str | Path) -> str:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             text = file.read(4096)
     except OSError as error:
-        raise ValueError(f"the private key {path} cannot be read: {error}; make keys with `hiertrain keys`") from error
+        raise ValueError(
+            f"the private key {path} cannot be read: {error}; make keys with `hiertrain keys`"
+        ) from error
     if os.name == "posix" and mode & 0o077:
         raise ValueError(
             f"the private key {path} has mode {mode:04o}, so others may read it; run `chmod 600 {path}`, "
@@ -84,7 +88,9 @@ def public_key(private_key: str, *, where: str = "the private key") -> str:
         return zmq.curve_public(private_key.encode("ascii")).decode()
     except (ValueError, zmq.ZMQError) as error:
         what = error if "characters" in str(error) else "characters that no key has"
-        raise ValueError(f"{where} is not a CURVE key: {what}; make keys with `hiertrain keys`") from None
+        raise ValueError(
+            f"{where} is not a CURVE key: {what}; make keys with `hiertrain keys`"
+        ) from None
 
 
 def check_tier_key(tier: str, topology: Topology, private_key: str) -> None:

@@ -30,7 +30,7 @@ from lightning_hiertrain.transport.keys import check_private_key, check_tier_key
 from lightning_hiertrain.transport.peers import Peer
 from lightning_hiertrain.transport.rendezvous import Card, ProcessIdentity, Rendezvous
 from lightning_hiertrain.transport.sockets import Channel, Credentials
-from lightning_hiertrain.transport.wire import Outgoing, encode
+from lightning_hiertrain.transport.wire import encode
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,10 @@ class Network:
         silence_seconds: float,
     ) -> None:
         topology.tier(tier)
-        for name, seconds in (("timeout_seconds", timeout_seconds), ("silence_seconds", silence_seconds)):
+        for name, seconds in (
+            ("timeout_seconds", timeout_seconds),
+            ("silence_seconds", silence_seconds),
+        ):
             if not seconds > 0:
                 raise ValueError(f"`{name}` must be above 0, got {seconds!r}")
         self.tier = tier
@@ -128,8 +131,14 @@ class Network:
             ValueError: If keys or addresses are missing or do not fit.
         """
         if private_key is not None:
-            is_key = isinstance(private_key, str) and len(private_key) == KEY_CHARACTERS and not os.path.exists(private_key)
-            private_key = check_private_key(str(private_key)) if is_key else read_private_key(private_key)
+            is_key = (
+                isinstance(private_key, str)
+                and len(private_key) == KEY_CHARACTERS
+                and not os.path.exists(private_key)
+            )
+            private_key = (
+                check_private_key(str(private_key)) if is_key else read_private_key(private_key)
+            )
         topology.tier(tier)
         secure = check_secure(topology, tier, has_private_key=private_key is not None)
         if secure and private_key is not None:
@@ -149,7 +158,10 @@ class Network:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if error is not None:
             self.abort(repr(error))
@@ -162,7 +174,9 @@ class Network:
             LinkError: If an address to listen on cannot be had.
         """
         if self._engine is not None or self._closed:
-            raise RuntimeError(f"the network of tier {self.tier!r} was started before; make a new one")
+            raise RuntimeError(
+                f"the network of tier {self.tier!r} was started before; make a new one"
+            )
         if self._private_key is None:
             public, private = (key.decode() for key in zmq.curve_keypair())
         else:
@@ -246,7 +260,10 @@ class Network:
         with self._changed:
             if not self._wait(has_room, self.timeout_seconds):
                 raise self._timeout_error(
-                    state, operation, self.timeout_seconds, f"{state.queued_bytes[channel]} bytes wait to be sent"
+                    state,
+                    operation,
+                    self.timeout_seconds,
+                    f"{state.queued_bytes[channel]} bytes wait to be sent",
                 )
             engine.enqueue(state, message, channel)
         engine.wake()
@@ -319,12 +336,20 @@ class Network:
         if not self._wait(all_arrived, timeout_seconds):
             state = next(state for state in states if state.queued_messages)
             raise self._timeout_error(
-                state, "flush", timeout_seconds, f"{state.queued_messages} messages have not been acknowledged"
+                state,
+                "flush",
+                timeout_seconds,
+                f"{state.queued_messages} messages have not been acknowledged",
             )
 
     def abort(self, reason: str) -> None:
         """Tells all peers that this tier ends with an error, so that their waits end with it too."""
-        if self._engine is None or self._closed or self._aborted or self._engine.failure is not None:
+        if (
+            self._engine is None
+            or self._closed
+            or self._aborted
+            or self._engine.failure is not None
+        ):
             return
         self._aborted = True
         try:
@@ -384,7 +409,10 @@ class Network:
                 num_open += 1
             except (zmq.ZMQError, OSError) as error:
                 # An address that is not this machine's own may be that of a router before it.
-                if isinstance(error, zmq.ZMQError) and error.errno not in (errno.EADDRNOTAVAIL, errno.ENODEV):
+                if isinstance(error, zmq.ZMQError) and error.errno not in (
+                    errno.EADDRNOTAVAIL,
+                    errno.ENODEV,
+                ):
                     raise self._listen_error(host, port, error) from error
         if not num_open:
             host, port = addresses[0]
@@ -451,7 +479,9 @@ class Network:
     def _peer(self, name: str) -> Peer:
         peers = self._running().peers
         if name not in peers:
-            raise ValueError(f"tier {self.tier!r} has no peer {name!r}; its peers are {list(peers)}")
+            raise ValueError(
+                f"tier {self.tier!r} has no peer {name!r}; its peers are {list(peers)}"
+            )
         return peers[name]
 
     def _last_words(self, tag: str, value: Callable[[Peer], Any]) -> None:
@@ -465,7 +495,9 @@ class Network:
         engine.wake()
 
         def heard() -> bool:
-            return not any(peer.lost is None and peer.queued_bytes[Channel.CONTROL] for peer in addressed)
+            return not any(
+                peer.lost is None and peer.queued_bytes[Channel.CONTROL] for peer in addressed
+            )
 
         self._wait(heard, _LAST_WORDS_SECONDS)
 
@@ -479,10 +511,14 @@ class Network:
 
         while num_left() and progress != before and time.monotonic() < deadline:
             self._wait(lambda: not num_left(), _STALL_SECONDS)
-            flows = [flow for peer in engine.peers.values() for flow in list(peer.outgoing.values())]
+            flows = [
+                flow for peer in engine.peers.values() for flow in list(peer.outgoing.values())
+            ]
             before, progress = progress, sum(flow.num_acknowledged for flow in flows)
         if num_left():
-            log.warning("tier %s closes its links with %s messages unacknowledged", self.tier, num_left())
+            log.warning(
+                "tier %s closes its links with %s messages unacknowledged", self.tier, num_left()
+            )
 
     def _relay_to_the_end(self, engine: Engine) -> None:
         """Lets tiers that talk through this one finish first."""
@@ -490,9 +526,16 @@ class Network:
         relayed = [
             peer
             for peer in peers
-            if any(self.tier in self.topology.route(peer.name, other.name) for other in peers if other is not peer)
+            if any(
+                self.tier in self.topology.route(peer.name, other.name)
+                for other in peers
+                if other is not peer
+            )
         ]
-        self._wait(lambda: all(peer.lost is not None or not peer.established for peer in relayed), _STALL_SECONDS)
+        self._wait(
+            lambda: all(peer.lost is not None or not peer.established for peer in relayed),
+            _STALL_SECONDS,
+        )
 
     def _describe_missing(self, peer: Peer) -> str:
         assert self._engine is not None
@@ -503,17 +546,24 @@ class Network:
         if not peer.is_neighbour:
             return f"{where} (reached through {hop!r})"
         if link.between[0] == self.tier:
-            if self._run_id is not None and (link.address or self.topology.tier(hop).address) is None:
+            if (
+                self._run_id is not None
+                and (link.address or self.topology.tier(hop).address) is None
+            ):
                 return f"{where} (a process of this machine, run {self._run_id!r})"
             host, port = dial_address(self.topology, link)
             failure = self._engine.sockets.failure(hop)
-            return f"{where} (dialled at {host}:{port}{'; ' + failure if failure else ', no answer'})"
+            return (
+                f"{where} (dialled at {host}:{port}{'; ' + failure if failure else ', no answer'})"
+            )
         if self._run_id is not None and self.topology.tier(self.tier).address is None:
             return f"{where} (a process of this machine, run {self._run_id!r})"
         host, port = dial_address(self.topology, link)
         return f"{where} (it should dial this tier at {host}:{port})"
 
-    def _lost_error(self, peer: Peer, operation: str, timeout_seconds: float | None) -> PeerLostError:
+    def _lost_error(
+        self, peer: Peer, operation: str, timeout_seconds: float | None
+    ) -> PeerLostError:
         limit = "" if timeout_seconds is None else f" (timeout {timeout_seconds:g} s)"
         return PeerLostError(
             f"tier {self.tier!r} lost tier {peer.name!r} during {operation!r}{limit}: {peer.lost}",
@@ -523,7 +573,9 @@ class Network:
             timeout_seconds=timeout_seconds,
         )
 
-    def _timeout_error(self, peer: Peer, operation: str, timeout_seconds: float, what: str) -> LinkTimeoutError:
+    def _timeout_error(
+        self, peer: Peer, operation: str, timeout_seconds: float, what: str
+    ) -> LinkTimeoutError:
         state = "is connected" if peer.established else "has not connected yet"
         return LinkTimeoutError(
             f"tier {self.tier!r} waited {timeout_seconds:g} s for tier {peer.name!r} during {operation!r}: {what}, and the "

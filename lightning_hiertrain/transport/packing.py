@@ -67,7 +67,9 @@ class _Packer:
 
     def pack(self, value: Any, path: str, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise ValueError(f"{path[:200]} is nested deeper than {MAX_DEPTH} levels; does it hold itself?")
+            raise ValueError(
+                f"{path[:200]} is nested deeper than {MAX_DEPTH} levels; does it hold itself?"
+            )
         kind = type(value)
         if value is None or kind in (bool, str):
             return value
@@ -81,12 +83,17 @@ class _Packer:
             return {
                 "$": "dict" if kind is dict else "ordered",
                 "keys": [self.pack(key, f"{path} key {key!r:.80}", depth + 1) for key in value],
-                "values": [self.pack(item, f"{path}[{key!r:.80}]", depth + 1) for key, item in value.items()],
+                "values": [
+                    self.pack(item, f"{path}[{key!r:.80}]", depth + 1)
+                    for key, item in value.items()
+                ],
             }
         if kind in (tuple, set, frozenset):
             return {
                 "$": kind.__name__,
-                "items": [self.pack(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)],
+                "items": [
+                    self.pack(item, f"{path}[{i}]", depth + 1) for i, item in enumerate(value)
+                ],
             }
         if isinstance(value, torch.Tensor):
             return {"$": "tensor", "at": self._add_tensor(value, path)}
@@ -117,15 +124,29 @@ class _Packer:
         if kind is timedelta:
             return {"$": "timedelta", "parts": [value.days, value.seconds, value.microseconds]}
         if isinstance(value, Enum):
-            named = {"name": value.name} if value.name in kind.__members__ else {"value": value.value}
+            named = (
+                {"name": value.name} if value.name in kind.__members__ else {"value": value.value}
+            )
             return {"$": "enum", "class": _class_name(kind, path), **named}
         if _is_namedtuple(kind):
-            items = [self.pack(item, f"{path}.{name}", depth + 1) for name, item in zip(kind._fields, value)]
+            items = [
+                self.pack(item, f"{path}.{name}", depth + 1)
+                for name, item in zip(kind._fields, value)
+            ]
             return {"$": "namedtuple", "class": _class_name(kind, path), "items": items}
         if _is_plain_dataclass(kind):
-            fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-            values = [self.pack(getattr(value, name), f"{path}.{name}", depth + 1) for name in fields]
-            return {"$": "dataclass", "class": _class_name(kind, path), "fields": fields, "values": values}
+            fields = [
+                field.name for field in dataclasses.fields(value) if hasattr(value, field.name)
+            ]
+            values = [
+                self.pack(getattr(value, name), f"{path}.{name}", depth + 1) for name in fields
+            ]
+            return {
+                "$": "dataclass",
+                "class": _class_name(kind, path),
+                "fields": fields,
+                "values": values,
+            }
         raise TypeError(
             f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot travel between tiers; "
             "use tensors, arrays, numbers, text, lists, tuples, dictionaries or dataclasses"
@@ -147,9 +168,17 @@ class _Packer:
         }
 
     def _add_tensor(self, tensor: torch.Tensor, path: str) -> int:
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-            what = "quantized" if tensor.is_quantized else f"{tensor.layout} on device {tensor.device}"
-            raise TypeError(f"{path} is a tensor that is {what}; only dense tensors with values can travel between tiers")
+        if (
+            tensor.layout is not torch.strided
+            or tensor.is_quantized
+            or tensor.device.type == "meta"
+        ):
+            what = (
+                "quantized" if tensor.is_quantized else f"{tensor.layout} on device {tensor.device}"
+            )
+            raise TypeError(
+                f"{path} is a tensor that is {what}; only dense tensors with values can travel between tiers"
+            )
         return self._add(tensor, tensor.detach())
 
     def _add(self, value: Any, tensor: torch.Tensor) -> int:
@@ -163,7 +192,9 @@ class _Packer:
 def _is_namedtuple(kind: type) -> bool:
     fields = getattr(kind, "_fields", None)
     return (
-        issubclass(kind, tuple) and isinstance(fields, tuple) and all(isinstance(name, str) for name in fields)
+        issubclass(kind, tuple)
+        and isinstance(fields, tuple)
+        and all(isinstance(name, str) for name in fields)
     )
 
 
@@ -202,7 +233,9 @@ def _find_class(name: str, check: Callable[[type], bool], what: str) -> Any:
 
 def _unpack(skeleton: Any, tensors: list[torch.Tensor], depth: int) -> Any:
     if depth > 2 * MAX_DEPTH:
-        raise ValueError(f"this is not a packed value: it is nested deeper than {2 * MAX_DEPTH} levels")
+        raise ValueError(
+            f"this is not a packed value: it is nested deeper than {2 * MAX_DEPTH} levels"
+        )
     if isinstance(skeleton, list):
         return [_unpack(item, tensors, depth + 1) for item in skeleton]
     if not isinstance(skeleton, dict):
@@ -224,7 +257,9 @@ def _namedtuple(skeleton: Any, many: _Many) -> Any:
     kind = _find_class(skeleton["class"], _is_namedtuple, "named tuple")
     items = many(skeleton["items"])
     if len(items) != len(kind._fields):
-        raise ValueError(f"{kind.__name__} has {len(kind._fields)} fields here, and {len(items)} arrived")
+        raise ValueError(
+            f"{kind.__name__} has {len(kind._fields)} fields here, and {len(items)} arrived"
+        )
     return tuple.__new__(kind, items)
 
 
@@ -233,7 +268,9 @@ def _dataclass(skeleton: Any, many: _Many) -> Any:
     fields = skeleton["fields"]
     known = {field.name for field in dataclasses.fields(kind)}
     if not known.issuperset(fields):
-        raise ValueError(f"{kind.__name__} has the fields {sorted(known)} here, and {fields} arrived")
+        raise ValueError(
+            f"{kind.__name__} has the fields {sorted(known)} here, and {fields} arrived"
+        )
     instance = object.__new__(kind)
     for name, value in zip(fields, many(skeleton["values"]), strict=True):
         object.__setattr__(instance, name, value)
@@ -259,7 +296,11 @@ def _array(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
     if dtype.kind not in _NUMPY_KINDS:
         raise ValueError(f"this is not a packed value: an array of dtype {dtype}")
     raw = tensors[_position(skeleton)].numpy()
-    return raw.copy().view(dtype).reshape(skeleton["shape"]) if dtype.itemsize else np.zeros(skeleton["shape"], dtype)
+    return (
+        raw.copy().view(dtype).reshape(skeleton["shape"])
+        if dtype.itemsize
+        else np.zeros(skeleton["shape"], dtype)
+    )
 
 
 def _dtype(skeleton: Any, _: list[torch.Tensor]) -> torch.dtype:

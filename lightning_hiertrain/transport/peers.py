@@ -36,7 +36,9 @@ class Peer:
     ended_since: float | None = None
     closing_at: int | None = None
     """The number of chunks of tensors after which it will have closed."""
-    outgoing: dict[Channel, OutFlow] = field(default_factory=lambda: {c: OutFlow() for c in Channel})
+    outgoing: dict[Channel, OutFlow] = field(
+        default_factory=lambda: {c: OutFlow() for c in Channel}
+    )
     incoming: dict[Channel, InFlow] = field(default_factory=lambda: {c: InFlow() for c in Channel})
     unanswered: bool = False
     """Whether it should hear from this tier before the next beat."""
@@ -107,11 +109,20 @@ class Envelope:
             )
         except MalformedError:
             raise
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise MalformedError("an envelope that cannot be read") from error
 
 
-def write_envelope(kind: str, source: str, target: str, session: str, peer_session: str | None, **more: Any) -> bytes:
+def write_envelope(
+    kind: str, source: str, target: str, session: str, peer_session: str | None, **more: Any
+) -> bytes:
     """Returns the bytes of an envelope."""
     data = {"k": kind, "s": source, "t": target, "e": session, "te": peer_session, **more}
     return json.dumps(data, separators=(",", ":")).encode()

@@ -63,7 +63,9 @@ class Rendezvous:
 
     def __init__(self, run_id: str, tier: str) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,100}", run_id) or run_id.startswith("."):
-            raise ValueError(f"the run id {run_id!r} must be a word of letters, digits, '_', '-' and '.'")
+            raise ValueError(
+                f"the run id {run_id!r} must be a word of letters, digits, '_', '-' and '.'"
+            )
         user = os.getuid() if hasattr(os, "getuid") else "user"
         root = Path(tempfile.gettempdir()) / f"hiertrain-{user}"
         self.directory = root / run_id
@@ -96,7 +98,9 @@ class Rendezvous:
         """Returns the card of a tier, or `None` if it has not come yet."""
         path = self.directory / f"{tier}.json"
         try:
-            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+            descriptor = os.open(
+                path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+            )
         except OSError:
             return None
         with os.fdopen(descriptor, "rb") as file:

@@ -238,7 +238,9 @@ class Sockets:
             event = recv_monitor_message(dialled.monitor)["event"]
             if event == zmq.Event.HANDSHAKE_SUCCEEDED and dialled.socket is not None:
                 dialled.up, dialled.num_failures, dialled.failure = True, 0, ""
-                dialled.socket.send_multipart([b"link", str(int(channel)).encode()], flags=zmq.NOBLOCK)
+                dialled.socket.send_multipart(
+                    [b"link", str(int(channel)).encode()], flags=zmq.NOBLOCK
+                )
                 self._on_up(neighbour, channel)
             elif event in _BROKEN:
                 self._break(neighbour, channel, _explain(event))
@@ -247,7 +249,9 @@ class Sockets:
 
     def _break(self, neighbour: str, channel: Channel, failure: str) -> None:
         dialled = self._dialled[neighbour, channel]
-        log.debug("the %s connection to tier %s broke: %s", channel.name.lower(), neighbour, failure)
+        log.debug(
+            "the %s connection to tier %s broke: %s", channel.name.lower(), neighbour, failure
+        )
         dialled.close(self._poller, linger_milliseconds=0)
         dialled.failure = failure
         dialled.retry_at = time.monotonic() + min(1.0, 0.05 * 2**dialled.num_failures)
@@ -307,7 +311,10 @@ class Sockets:
             where = address.decode(errors="replace")
             if ("", where) not in self._warned:
                 self._warned.add(("", where))
-                log.warning("refused a connection from %s: its key is not that of a neighbouring tier", where)
+                log.warning(
+                    "refused a connection from %s: its key is not that of a neighbouring tier",
+                    where,
+                )
             self._zap.send_multipart([version, request_id, b"400", b"not on the list", b"", b""])
         else:
             self._zap.send_multipart([version, request_id, b"200", b"OK", neighbour.encode(), b""])

@@ -26,7 +26,9 @@ MAX_MESSAGE_BYTES = 64 << 30
 _MAX_VIEWS = 128
 
 _DTYPES = {
-    str(found).removeprefix("torch."): found for found in vars(torch).values() if isinstance(found, torch.dtype)
+    str(found).removeprefix("torch."): found
+    for found in vars(torch).values()
+    if isinstance(found, torch.dtype)
 }
 
 
@@ -56,7 +58,9 @@ def encode(tag: str, value: Any) -> Outgoing:
     """
     skeleton, tensors = pack(value)
     specs = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-    head = json.dumps({"tag": tag, "value": skeleton, "tensors": specs}, separators=(",", ":")).encode()
+    head = json.dumps(
+        {"tag": tag, "value": skeleton, "tensors": specs}, separators=(",", ":")
+    ).encode()
     views = [memoryview(head), *(byte_view(tensor) for tensor in tensors)]
     return Outgoing(head_bytes=len(head), views=[view for view in views if view.nbytes])
 
@@ -115,9 +119,16 @@ class Incoming:
 
     def __init__(self, head_bytes: Any, total_bytes: Any) -> None:
         if type(head_bytes) is not int or type(total_bytes) is not int:
-            raise MalformedError(f"lengths that are no numbers: {head_bytes!r:.40}, {total_bytes!r:.40}")
-        if not 0 < head_bytes <= MAX_HEAD_BYTES or not head_bytes <= total_bytes <= MAX_MESSAGE_BYTES:
-            raise MalformedError(f"impossible lengths: a head of {head_bytes} in a message of {total_bytes} bytes")
+            raise MalformedError(
+                f"lengths that are no numbers: {head_bytes!r:.40}, {total_bytes!r:.40}"
+            )
+        if (
+            not 0 < head_bytes <= MAX_HEAD_BYTES
+            or not head_bytes <= total_bytes <= MAX_MESSAGE_BYTES
+        ):
+            raise MalformedError(
+                f"impossible lengths: a head of {head_bytes} in a message of {total_bytes} bytes"
+            )
         self.missing_bytes = total_bytes
         self._tensor_bytes = total_bytes - head_bytes
         self._head = bytearray()
@@ -175,7 +186,9 @@ class Incoming:
 
 
 def _checked_shape(shape: Any) -> tuple[int, ...]:
-    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < 2**48 for size in shape):
+    if not isinstance(shape, list) or not all(
+        type(size) is int and 0 <= size < 2**48 for size in shape
+    ):
         raise MalformedError(f"an impossible shape: {shape!r:.80}")
     if len(shape) > 64:
         raise MalformedError(f"a tensor of {len(shape)} dimensions")
