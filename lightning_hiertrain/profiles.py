@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,29 @@ class LinkProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CodecProfile:
+    """What packing the tensors that cross a link saves and costs, per byte of the tensor before packing."""
+
+    bytes_ratio: float
+    """Bytes on the wire for each byte of the tensor."""
+    encode_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+    """By tier; a tier that is not named packs in no time."""
+    decode_seconds_per_byte: Mapping[str, float] = field(default_factory=dict)
+    """By tier; a tier that is not named unpacks in no time."""
+    accuracy_loss: float | None = None
+    """Accuracy lost on a calibration batch, as a fraction; `None` if it was not measured."""
+
+    def __post_init__(self) -> None:
+        _check_number("bytes_ratio", self.bytes_ratio, positive=True)
+        for name in ("encode_seconds_per_byte", "decode_seconds_per_byte"):
+            object.__setattr__(self, name, dict(getattr(self, name)))
+            for tier, seconds in getattr(self, name).items():
+                _check_number(f"{name} of tier {tier}", seconds)
+        if self.accuracy_loss is not None:
+            _check_number("accuracy_loss", abs(self.accuracy_loss) if _is_number(self.accuracy_loss) else -1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """Everything that the planner knows of a model and of the tiers that train it."""
 
@@ -110,9 +133,16 @@ class Profile:
     """In order of rank."""
     layers: tuple[LayerProfile, ...]
     links: tuple[LinkProfile, ...]
+    codecs: Mapping[str, CodecProfile] = field(default_factory=dict)
+    """By the codec's name; those that are not named have the planner's default figures."""
+    optimizer_state_bytes: int | None = None
+    """What the optimizer keeps on the owner; `None` if unknown, the planner then takes twice the parameters (Adam)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiers", dict(self.tiers))
+        object.__setattr__(self, "codecs", dict(self.codecs))
+        if self.optimizer_state_bytes is not None:
+            _check_number("optimizer_state_bytes", self.optimizer_state_bytes)
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "links", tuple(self.links))
         _check_number("input_bytes_per_sample", self.input_bytes_per_sample)
@@ -162,7 +192,7 @@ class Profile:
         return cls.from_dict(read_json(path, kind="profile"))
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        data: dict[str, Any] = {
             "format": FORMAT,
             "model": self.model,
             "input_bytes_per_sample": self.input_bytes_per_sample,
@@ -195,6 +225,11 @@ class Profile:
                 for link in self.links
             ],
         }
+        if self.optimizer_state_bytes is not None:
+            data["optimizer_state_bytes"] = self.optimizer_state_bytes
+        if self.codecs:
+            data["codecs"] = {name: asdict(codec) for name, codec in self.codecs.items()}
+        return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Profile:
@@ -231,6 +266,8 @@ class Profile:
                     )
                     for link in data["links"]
                 ),
+                codecs={name: CodecProfile(**codec) for name, codec in data.get("codecs", {}).items()},
+                optimizer_state_bytes=data.get("optimizer_state_bytes"),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a profile: {error!r}") from error
@@ -245,10 +282,14 @@ def _time(data: dict[str, Any]) -> AffineTime:
     )
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _check_number(name: str, value: float, *, positive: bool = False) -> None:
     """Refuses what no measurement can give."""
     least = "above 0" if positive else "of at least 0"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not _is_number(value):
         raise ValueError(f"`{name}` must be a number {least}, got {value!r}")
     if not math.isfinite(value) or value < 0 or (positive and value == 0):
         raise ValueError(f"`{name}` must be a finite number {least}, got {value!r}; measure it again")

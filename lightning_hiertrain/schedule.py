@@ -6,8 +6,9 @@ Made by the planner (or by hand), broadcast, and carried out by the executor. Pu
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,19 @@ class Schedule:
     """The policy that made the schedule."""
     predicted_seconds: float | None = None
     """The planner's prediction for one step."""
+    codecs: Mapping[str, str] = field(default_factory=dict)
+    """By prefix worker: how activations and their gradients are packed on the way to and from the owner.
+
+    A prefix worker that is not named sends them as they are, as does one whose codec is `"none"`.
+    """
+    num_chunks: int = 1
+    """Parts into which each prefix worker splits its rows, so that it computes one while another travels."""
+    optimality_gap: float | None = None
+    """Relative distance to the proven bound where a time limit ended the planner early; 0 where it proved the optimum."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shares", dict(self.shares))
+        object.__setattr__(self, "codecs", dict(self.codecs))
         if self.owner not in self.shares:
             raise ValueError(f"the owner {self.owner!r} has no share; shares are given for {list(self.shares)}")
         if self.num_layers < 1 or self.batch_size < 1:
@@ -67,6 +78,18 @@ class Schedule:
                     f"tier {tier!r} has {share.num_layers} layers and {share.num_samples} samples; "
                     "a prefix worker has both or neither"
                 )
+        if not isinstance(self.num_chunks, int) or isinstance(self.num_chunks, bool) or self.num_chunks < 1:
+            raise ValueError(f"`num_chunks` must be a whole number of at least 1, got {self.num_chunks!r}")
+        for tier, codec in self.codecs.items():
+            if tier not in self.shares or tier == self.owner or not isinstance(codec, str):
+                raise ValueError(
+                    f"the codec {codec!r} is given for {tier!r}; codecs are words, for tiers other than the owner, "
+                    f"among {list(self.shares)}"
+                )
+        for name in ("predicted_seconds", "optimality_gap"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and math.isfinite(value) and value >= 0):
+                raise ValueError(f"`{name}` must be a finite number of at least 0 or nothing, got {value!r}")
 
     @property
     def num_layers(self) -> int:
@@ -132,7 +155,7 @@ class Schedule:
         return cls.from_dict(read_json(path, kind="schedule"))
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        data: dict[str, Any] = {
             "format": FORMAT,
             "owner": self.owner,
             "shares": {
@@ -142,6 +165,13 @@ class Schedule:
             "policy": self.policy,
             "predicted_seconds": self.predicted_seconds,
         }
+        if self.codecs:
+            data["codecs"] = dict(self.codecs)
+        if self.num_chunks != 1:
+            data["num_chunks"] = self.num_chunks
+        if self.optimality_gap is not None:
+            data["optimality_gap"] = self.optimality_gap
+        return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Schedule:
@@ -152,6 +182,13 @@ class Schedule:
                 shares={tier: Share(**share) for tier, share in data["shares"].items()},
                 policy=data.get("policy"),
                 predicted_seconds=data.get("predicted_seconds"),
+                codecs=data.get("codecs", {}),
+                num_chunks=data.get("num_chunks", 1),
+                optimality_gap=data.get("optimality_gap"),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a schedule: {error!r}") from error
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
