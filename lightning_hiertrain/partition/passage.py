@@ -1,0 +1,163 @@
+"""Running a step along its chain: stopping at a cut, or taking in other tiers' samples there.
+
+The step is the user's own, unmodified. A `Passage` is active while it runs, counts its torch calls against the chain's
+and acts at the cuts. In front of the first cut a tier sees its own rows; behind each cut there are more:
+
+```
+            layer 1 .. m_1      layer m_1+1 .. m_2      layer m_2+1 .. N, loss
+rows        n_0                 n_1 = n_0 + b_1         n_2 = n_1 + b_2
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_hiertrain.errors import TraceError
+from lightning_hiertrain.partition.calls import (
+    Function,
+    function_name,
+    map_tensors,
+    returns_tensor,
+    tensors_in,
+)
+from lightning_hiertrain.partition.chain import Call, Kind, LayerChain, RowShape
+from lightning_hiertrain.partition.rows import placeholder
+
+Tap = Callable[[Tensor], Tensor]
+"""Takes the output of a layer, returns what the step goes on with."""
+
+
+class CutReached(BaseException):
+    """Raised by a tap to leave the step at a cut. Not an `Exception`, so that user code does not catch it."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__()
+        self.output = output
+
+
+def call_as_is(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a torch function."""
+    return function(*args, **kwargs)
+
+
+class Passage(TorchFunctionMode):
+    """A context in which a step runs along its chain.
+
+    Args:
+        chain: The step's chain.
+        leaves: The batch's tensors as the step sees them. A leaf that is also needed behind the first cut holds all rows;
+            main calls get as many of the first rows as belong to them.
+        num_rows: Rows in front of the first cut. With 0 of them main calls are not carried out: they return
+            placeholders of one row, up to the first cut, where the tap's result replaces them.
+        taps: What to do after a layer, by number of layers (1 = after the first).
+        rows_behind: Rows behind a cut, by number of layers.
+        call: How torch functions are called.
+    """
+
+    def __init__(
+        self,
+        chain: LayerChain,
+        leaves: Sequence[Tensor],
+        *,
+        num_rows: int,
+        taps: Mapping[int, Tap],
+        rows_behind: Mapping[int, int] | None = None,
+        call: Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Any] = call_as_is,
+    ) -> None:
+        super().__init__()
+        self._chain = chain
+        self._taps = {chain[depth - 1].last_call: tap for depth, tap in taps.items()}
+        self._rows_behind = {
+            chain[depth - 1].last_call: rows for depth, rows in (rows_behind or {}).items()
+        }
+        self._last = max(self._taps, default=-1)
+        self._num_rows = num_rows
+        self._call = call
+        self._next = 0
+        self._raw: dict[int, tuple[Tensor, RowShape]] = {
+            id(leaf): (leaf, shape)
+            for leaf, shape in zip(leaves, chain.leaf_shapes, strict=True)
+            if shape is not None
+        }
+
+    def check_complete(self) -> None:
+        """Refuses a step that ended in front of a cut.
+
+        Raises:
+            TraceError: If it did.
+        """
+        if self._next <= self._last:
+            raise TraceError(
+                f"the step ended after {self._next} torch calls, the cut lies behind call {self._last}: "
+                f"expected `{self._chain.calls[self._next].name}`. {_SAME_PATH}"
+            )
+
+    def __torch_function__(
+        self,
+        func: Function,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._next > self._last:
+            return self._call(func, args, kwargs)
+        name = function_name(func)
+        expected = self._chain.calls[self._next]
+        if name != expected.name:
+            result = self._call(func, args, kwargs)
+            if returns_tensor(name, result):
+                raise TraceError(
+                    f"torch call {self._next} of the step is `{name}`, it was `{expected.name}` when the model was "
+                    f"traced. {_SAME_PATH}"
+                )
+            return result
+        result = self._carry_out(expected, func, args, kwargs)
+        if not returns_tensor(name, result):
+            return result
+        index = self._next
+        self._next += 1
+        if index in self._taps:
+            result = self._taps[index](result)
+            self._num_rows = self._rows_behind.get(index, self._num_rows)
+        return result
+
+    def _carry_out(
+        self, expected: Call, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if expected.kind is Kind.MAIN:
+            if self._num_rows == 0 and len(expected.outputs) == 1:
+                device = next(tensors_in((args, dict(kwargs)))).device
+                return _one_row(expected.outputs[0], device)
+            if expected.reads_raw:
+                args, kwargs = map_tensors((args, dict(kwargs)), self._own_rows)
+        result = self._call(func, args, kwargs)
+        if expected.kind is Kind.RAW and isinstance(result, Tensor) and expected.outputs:
+            shape = expected.outputs[0]
+            if shape is not None:
+                self._raw[id(result)] = (result, shape)
+        return result
+
+    def _own_rows(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._raw:
+            return tensor
+        _, shape = self._raw[id(tensor)]
+        wanted = shape.per_sample * max(self._num_rows, 1)
+        return tensor if tensor.size(shape.dim) <= wanted else tensor.narrow(shape.dim, 0, wanted)
+
+
+_SAME_PATH = (
+    "The model must take the same path in every training step up to the last cut; "
+    "branches that depend on the data or on the step cannot be divided between tiers"
+)
+
+
+def _one_row(shape: RowShape | None, device: torch.device) -> Tensor:
+    assert shape is not None
+    return placeholder(shape.of(1), getattr(torch, shape.dtype), device)
