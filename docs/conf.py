@@ -1,5 +1,6 @@
 """Sphinx configuration."""
 
+import re
 from importlib.metadata import version as installed_version
 
 project = "lightning-hiertrain"
@@ -18,8 +19,6 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "lightning-hiertrain"
 
-# Docstrings write code in single backticks.
-default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_class_signature = "separated"
@@ -29,3 +28,12 @@ napoleon_numpy_docstring = False
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 doctest_test_doctest_blocks = ""
+
+
+def double_backticks(app, what, name, obj, options, lines):
+    """Reads code in single backticks, as docstrings write it, before napoleon looks for colons."""
+    lines[:] = [re.sub(r"(?<![`:])`([^`]+)`(?![`_])", r"``\1``", line) for line in lines]
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", double_backticks, priority=400)
