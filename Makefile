@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# A person sees how far the download of PyTorch is, a log does without.
+PIP := $(BIN)/python -m pip install $(if $(CI),-qq)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint docs format clean
@@ -45,10 +47,10 @@ $(BIN)/python:
 # A stamp is older than pyproject.toml when the requirements may have changed; otherwise nothing is installed again.
 $(VENV)/.installed-demo: pyproject.toml | $(BIN)/python
 	@echo "Installing what the demo needs into $(VENV); PyTorch is large, this can take some minutes."
-	$(BIN)/python -m pip install --quiet --editable .
+	$(PIP) --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "Installing what the tests need into $(VENV); PyTorch is large, this can take some minutes."
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(PIP) --editable ".[dev]"
 	@touch $@ $(VENV)/.installed-demo
