@@ -5,10 +5,7 @@ import sys
 
 import pytest
 
-from tests.distributed.namespaces import ETC, namespaces, namespaces_available
-
-REASON = namespaces_available()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+from tests.distributed.namespaces import ETC, namespaces
 
 LISTEN = (
     "import socket; s = socket.create_server(('{address}', 7777)); "
@@ -18,12 +15,6 @@ DIAL = (
     "import socket, sys; s = socket.create_connection(('{address}', 7777), 5); "
     "sys.stdout.write(s.recv(5).decode())"
 )
-
-
-@pytest.fixture
-def net():
-    with namespaces() as made:
-        yield made
 
 
 def _talk(net, source: str, target: str, address: str) -> subprocess.CompletedProcess[str]:
@@ -38,41 +29,41 @@ def _talk(net, source: str, target: str, address: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize(("source", "target"), [("device", "edge"), ("edge", "cloud")])
-def test_neighbours_reach_each_other_both_ways(net, source, target):
-    upwards = _talk(net, source, target, net.address(target, seen_from=source))
-    downwards = _talk(net, target, source, net.address(source, seen_from=target))
+def test_neighbours_reach_each_other_both_ways(three_hosts, source, target):
+    upwards = _talk(three_hosts, source, target, three_hosts.address(target, seen_from=source))
+    downwards = _talk(three_hosts, target, source, three_hosts.address(source, seen_from=target))
 
     assert (upwards.stdout, downwards.stdout) == ("hello", "hello"), upwards.stderr
 
 
-def test_device_does_not_reach_the_cloud(net):
-    reached = _talk(net, "device", "cloud", net.address("cloud", seen_from="edge"))
+def test_device_does_not_reach_the_cloud(three_hosts):
+    reached = _talk(three_hosts, "device", "cloud", three_hosts.address("cloud", seen_from="edge"))
 
     assert reached.returncode != 0
     assert "Network is unreachable" in reached.stderr
 
 
-def test_names_are_known_without_a_name_server(net):
+def test_names_are_known_without_a_name_server(three_hosts):
     script = "import socket; print(socket.gethostbyname('edge'), socket.getfqdn() != '')"
 
-    done = net.run("device", [sys.executable, "-c", script], timeout_seconds=5)
+    done = three_hosts.run("device", [sys.executable, "-c", script], timeout_seconds=5)
 
-    assert done.stdout.split() == [net.address("edge", seen_from="device"), "True"]
+    assert done.stdout.split() == [three_hosts.address("edge", seen_from="device"), "True"]
 
 
-def test_a_link_that_is_down_carries_nothing_until_it_is_up(net):
-    address = net.address("edge", seen_from="device")
-    net.set_link("device", "edge", up=False)
-    reached = _talk(net, "device", "edge", address)
+def test_a_link_that_is_down_carries_nothing_until_it_is_up(three_hosts):
+    address = three_hosts.address("edge", seen_from="device")
+    three_hosts.set_link("device", "edge", up=False)
+    reached = _talk(three_hosts, "device", "edge", address)
     assert "Network is unreachable" in reached.stderr
 
-    net.set_link("device", "edge", up=True)
-    assert _talk(net, "device", "edge", address).stdout == "hello"
+    three_hosts.set_link("device", "edge", up=True)
+    assert _talk(three_hosts, "device", "edge", address).stdout == "hello"
 
 
-def test_a_limited_link_carries_no_more(net):
-    net.limit_rate("device", "edge", bytes_per_second=1e6)
-    address = net.address("edge", seen_from="device")
+def test_a_limited_link_carries_no_more(three_hosts):
+    three_hosts.limit_rate("device", "edge", bytes_per_second=1e6)
+    address = three_hosts.address("edge", seen_from="device")
     receive = (
         f"import socket, time; s = socket.create_server(('{address}', 7777)); "
         "print('ready', flush=True); c = s.accept()[0]; t = time.perf_counter(); n = 0\n"
@@ -84,11 +75,13 @@ def test_a_limited_link_carries_no_more(net):
         "s.sendall(bytes(1_000_000))"
     )
     server = subprocess.Popen(
-        net.command("edge", [sys.executable, "-c", receive]), stdout=subprocess.PIPE, text=True
+        three_hosts.command("edge", [sys.executable, "-c", receive]),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert server.stdout.readline() == "ready\n"
-        assert net.run("device", [sys.executable, "-c", send]).returncode == 0
+        assert three_hosts.run("device", [sys.executable, "-c", send]).returncode == 0
         rate = float(server.communicate(timeout=20)[0])
     finally:
         server.kill()
@@ -97,7 +90,10 @@ def test_a_limited_link_carries_no_more(net):
     assert 0.5e6 < rate < 1.1e6
 
 
-def test_everything_is_removed_after_a_failure():
+def test_everything_is_removed_after_a_failure(namespaces_reason):
+    if namespaces_reason is not None:
+        pytest.skip(namespaces_reason)
+
     def fail() -> None:
         with namespaces() as made:
             kept.append(made)

@@ -1,0 +1,42 @@
+"""What all tests share: one thread a process, an environment that stays as it was, three hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Before anything imports torch: threads of several processes on few cores only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+from hypothesis import settings
+
+from tests.distributed.namespaces import Namespaces, namespaces, namespaces_available
+
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """Undoes what a test, or Lightning inside it, did to the environment (ranks, ports, seeds)."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def namespaces_reason() -> str | None:
+    """Why network namespaces cannot be made here, or `None`."""
+    return namespaces_available()
+
+
+@pytest.fixture
+def three_hosts(namespaces_reason: str | None) -> Iterator[Namespaces]:
+    """Networks for device, edge and cloud; the test is skipped where they cannot be made."""
+    if namespaces_reason is not None:
+        pytest.skip(namespaces_reason)
+    with namespaces() as made:
+        yield made
