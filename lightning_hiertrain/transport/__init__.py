@@ -1,7 +1,9 @@
 """Authenticated, resumable links between tiers on ZeroMQ.
 
-In: a topology and, between machines, keys. Out: a `Network` on which tiers send each other nested values of tensors by
-tag, and the collective operations on top of it. Nothing that arrives is ever unpickled or evaluated.
+In: a topology and, between machines, keys. Out: a `Network` on which tiers send each other nested
+    values of tensors by
+tag, and the collective operations on top of it. Nothing that arrives is ever unpickled or
+evaluated.
 """
 
 from lightning_hiertrain.transport.collectives import Collectives

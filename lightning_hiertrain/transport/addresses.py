@@ -26,14 +26,14 @@ def dial_address(topology: Topology, link: Link) -> tuple[str, int]:
     address = link.address or topology.tier(link.between[1]).address
     if address is None:
         raise ValueError(
-            f"tier {link.between[0]!r} dials tier {link.between[1]!r}, which has no address; give that tier, or the link "
-            f"{link.name!r}, an `address` of the form 'host:port' in the topology"
+            f"tier {link.between[0]!r} dials tier {link.between[1]!r}, which has no address; give "
+            f"that tier, or the link {link.name!r}, an `address` 'host:port' in the topology"
         )
     return split_address(address)
 
 
 def listen_addresses(topology: Topology, tier: str) -> tuple[tuple[str, int], ...]:
-    """Returns the hosts and ports on which a tier listens, those that may be another machine's (NAT) included.
+    """Returns the hosts and ports on which a tier listens; some may be a router's before it.
 
     Raises:
         ValueError: If somebody dials it and there is no address.
@@ -87,7 +87,8 @@ def check_secure(topology: Topology, tier: str, *, has_private_key: bool) -> boo
         raise ValueError(f"tier {tier!r} cannot open its links: {what}; {remedy}")
     if outside is not None:
         raise ValueError(
-            f"tier {tier!r} would talk to {outside!r} without keys, and anybody there could join; {remedy}"
+            f"tier {tier!r} would talk to {outside!r} without keys, and anybody there could join; "
+            f"{remedy}"
         )
     return False
 

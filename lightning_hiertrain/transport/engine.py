@@ -1,95 +1,47 @@
-"""The thread that owns a tier's sockets: it moves frames, keeps in touch with the peers and notices when one is gone.
+"""The thread that owns a tier's sockets.
 
-One thread for all links, because a tier below dials a single port and a ZeroMQ socket belongs to one thread. It only
-moves pointers and fills tensors; encryption and TCP, which take the time, run in ZeroMQ's threads, and user code runs in
-its own.
+One thread for all links, because the tiers below dial a single port and a ZeroMQ socket belongs to
+one thread. It only moves pointers and fills tensors: encryption and TCP, which take the time, run
+in ZeroMQ's own threads, and packing and unpacking in the callers'.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
-from typing import Any
 
-from lightning_hiertrain.topology import Topology
-from lightning_hiertrain.transport.packing import unpack
-from lightning_hiertrain.transport.peers import Envelope, Peer, write_envelope
-from lightning_hiertrain.transport.rendezvous import ProcessIdentity
-from lightning_hiertrain.transport.sockets import Channel, Credentials, Frame, Received, Sockets
-from lightning_hiertrain.transport.wire import MalformedError, Message, Outgoing, encode
+from lightning_hiertrain.transport.protocol import Protocol
 
 log = logging.getLogger(__name__)
 
-PROTOCOL = 1
-BYE, ABORT, LOST = "\0bye", "\0abort", "\0lost"
-"""Tags of this layer's own messages."""
 _TICK_SECONDS = 0.1
-_HELLO_SECONDS = 0.2
 
 
 class Engine:
-    """Everything that happens on a tier's links.
+    """Runs a protocol until it is stopped.
 
     Args:
-        tier: The tier of this process.
-        topology: Tiers and links.
-        credentials: Keys.
-        changed: Guards the state that is shared with the callers' threads, and is notified when it changes.
-        silence_seconds: After how long without a connection a peer is lost.
-        meet: Called often until it returns true; finds the keys and addresses of neighbours, and dials them.
+        protocol: What to run; its sockets belong to the thread once it has started.
+        changed: Notified when the thread ends.
     """
 
-    def __init__(
-        self,
-        tier: str,
-        topology: Topology,
-        credentials: Credentials,
-        *,
-        changed: threading.Condition,
-        silence_seconds: float,
-        meet: Callable[[], bool],
-    ) -> None:
-        self.tier = tier
-        self.topology = topology
-        self.session = secrets.token_hex(8)
-        self.peers = {
-            name: Peer(name=name, route=topology.route(tier, name))
-            for name in topology.names
-            if name != tier
-        }
+    def __init__(self, protocol: Protocol, changed: threading.Condition) -> None:
+        self.protocol = protocol
         self.failure: BaseException | None = None
         self._changed = changed
-        self._silence_seconds = silence_seconds
-        self._heartbeat_seconds = min(5.0, max(0.5, silence_seconds / 2))
-        self._beat_seconds = min(1.0, silence_seconds / 5)
-        self._meet = meet
-        self._met = False
-        self._process = ProcessIdentity.current()
-        self._links = sorted(link.name for link in topology.links)
         self._stopping = False
-        self._next_tick = self._next_hello = self._next_beat = 0.0
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
-        self.sockets = Sockets(
-            credentials,
-            num_links=len(topology.neighbours(tier)),
-            heartbeat_seconds=self._heartbeat_seconds,
-            on_up=self._on_up,
-            on_unknown_key=self._try_to_meet,
-        )
-        self.sockets.watch(self._wake_receiver.fileno())
-        self._thread = threading.Thread(
-            target=self._run, name=f"hiertrain-links-{tier}", daemon=True
-        )
+        protocol.sockets.watch(self._wake_receiver.fileno())
+        name = f"hiertrain-links-{protocol.tier}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Starts the thread; from now on the sockets are its own."""
+        """Starts the thread."""
         self._thread.start()
 
     def stop(self, timeout_seconds: float) -> None:
@@ -97,7 +49,7 @@ class Engine:
         self._stopping = True
         self.wake()
         if self._thread.ident is None:
-            self.sockets.close()
+            self.protocol.sockets.close()
         else:
             self._thread.join(timeout_seconds)
         if not self._thread.is_alive():
@@ -106,311 +58,30 @@ class Engine:
 
     def wake(self) -> None:
         """Tells the thread that there is something to send."""
-        try:
+        with contextlib.suppress(OSError):  # it has been told already, or has ended
             self._wake_sender.send(b"\0")
-        except OSError:  # it has been told already, or has ended
-            pass
-
-    def enqueue(self, peer: Peer, message: Outgoing, channel: Channel) -> None:
-        """Queues a message; the lock is held."""
-        peer.queued_bytes[channel] += message.total_bytes
-        peer.queued_messages += 1
-        peer.messages_sent += 1
-        peer.bytes_sent += message.total_bytes
-        peer.outgoing[channel].queue.append(message)
 
     def _run(self) -> None:
+        protocol, next_tick = self.protocol, 0.0
         try:
             while not self._stopping:
-                received = self.sockets.poll(max(0.0, self._next_tick - time.monotonic()))
-                self._drain_wakes()
+                received = protocol.sockets.poll(max(0.0, next_tick - time.monotonic()))
+                with contextlib.suppress(BlockingIOError):
+                    while self._wake_receiver.recv(4096):
+                        pass
                 for item in sorted(received, key=lambda item: item.channel):
-                    self._handle(item)
+                    protocol.handle(item)
                 now = time.monotonic()
-                if now >= self._next_tick:
-                    self._next_tick = now + _TICK_SECONDS
-                    self._tick(now)
-                self._send_due()
-            self._send_due()
+                if now >= next_tick:
+                    next_tick = now + _TICK_SECONDS
+                    protocol.tick(now)
+                protocol.send_due()
         except BaseException as error:
-            log.debug("the links of tier %s failed", self.tier, exc_info=True)
+            log.debug("the links of tier %s failed", protocol.tier, exc_info=True)
             self.failure = error
         finally:
             try:
-                self.sockets.close()
+                protocol.sockets.close()
             finally:
                 with self._changed:
                     self._changed.notify_all()
-
-    def _drain_wakes(self) -> None:
-        try:
-            while self._wake_receiver.recv(4096):
-                pass
-        except OSError:
-            pass
-
-    # What arrives
-
-    def _handle(self, item: Received) -> None:
-        try:
-            envelope = Envelope.read(item.envelope)
-            if envelope.source not in self.peers or envelope.target not in self.topology.names:
-                raise MalformedError("an envelope that names an unknown tier")
-            route = self.topology.route(envelope.source, envelope.target)
-            place = route.index(self.tier) if self.tier in route else 0
-            if place == 0 or route[place - 1] != item.neighbour:
-                raise MalformedError("an envelope that should not have come this way")
-            if envelope.target != self.tier:
-                self._relay(item, self.peers[envelope.source], route[place + 1])
-            else:
-                self._take(self.peers[envelope.source], envelope, item)
-        except MalformedError as error:
-            self.sockets.warn_once(item.neighbour, str(error))
-
-    def _relay(self, item: Received, source: Peer, next_hop: str) -> None:
-        frames: list[Frame] = [item.envelope, *item.payload]
-        if self.sockets.send(next_hop, item.channel, frames):
-            source.bytes_relayed += sum(len(frame) for frame in item.payload)
-
-    def _take(self, peer: Peer, envelope: Envelope, item: Received) -> None:
-        if envelope.kind == "refuse":
-            if envelope.target_session == self.session:
-                self._lose(peer, str(envelope.more.get("reason", ""))[:1000])
-            return
-        if peer.session is None and envelope.kind == "hello" and peer.lost is None:
-            self._meet_peer(peer, envelope)
-        if envelope.session != peer.session:
-            if envelope.kind == "hello":
-                self._refuse(peer, envelope)
-            return
-        if peer.lost is not None:
-            return
-        peer.last_heard = time.monotonic()
-        if envelope.target_session != self.session:
-            peer.unanswered = True
-            return
-        if not peer.established:
-            peer.unanswered = True
-            with self._changed:
-                peer.established = True
-                self._changed.notify_all()
-        if envelope.kind == "ack":
-            self._take_acknowledgement(peer, envelope)
-        elif envelope.kind == "probe":
-            peer.incoming[envelope.channel].probe(envelope.sequence, envelope.generation)
-        elif envelope.kind == "chunk":
-            self._take_chunk(peer, envelope, item)
-
-    def _meet_peer(self, peer: Peer, envelope: Envelope) -> None:
-        links, protocol = envelope.more.get("links"), envelope.more.get("protocol")
-        if protocol != PROTOCOL or links != self._links:
-            what = (
-                f"protocol {protocol!r:.20} there, {PROTOCOL} here: install the same version on every tier"
-                if protocol != PROTOCOL
-                else f"links {links!r:.200} there, {self._links} here: give every tier the same topology"
-            )
-            reason = f"tiers {self.tier!r} and {peer.name!r} do not fit together: {what}"
-            self._send_control(peer, "refuse", envelope.session, reason=reason)
-            self._lose(peer, reason)
-            return
-        peer.session = envelope.session
-        peer.unanswered = True
-        try:
-            peer.process = ProcessIdentity(**envelope.more["process"])
-        except (KeyError, TypeError):
-            peer.process = None
-
-    def _refuse(self, peer: Peer, envelope: Envelope) -> None:
-        """Answers a process that came instead of one that was already known."""
-        if peer.session is not None and peer.lost is None:
-            self._lose(peer, "its process was started anew in the middle of the run")
-        reason = f"tier {self.tier!r} is in a run that began with another process of tier {peer.name!r}: {peer.lost}"
-        self._send_control(peer, "refuse", envelope.session, reason=reason)
-
-    def _take_acknowledgement(self, peer: Peer, envelope: Envelope) -> None:
-        flow = peer.outgoing[envelope.channel]
-        num_messages, num_bytes = flow.acknowledge(envelope.sequence, envelope.echo)
-        if num_messages:
-            with self._changed:
-                peer.queued_messages -= num_messages
-                peer.queued_bytes[envelope.channel] -= num_bytes
-                self._changed.notify_all()
-
-    def _take_chunk(self, peer: Peer, envelope: Envelope, item: Received) -> None:
-        if envelope.channel is not item.channel:
-            raise MalformedError("a chunk on the connection of another channel")
-        flow = peer.incoming[envelope.channel]
-        pieces = [frame.buffer.cast("B") for frame in item.payload]
-        before = flow.received
-        message = flow.accept(envelope.sequence, envelope.generation, envelope.lengths, pieces)
-        if flow.received > before:
-            peer.bytes_received += sum(piece.nbytes for piece in pieces)
-        if message is not None:
-            self._deliver(peer, message)
-        if peer.closing_at is not None and peer.incoming[Channel.DATA].received >= peer.closing_at:
-            self._lose(peer, "it has finished and closed its links")
-
-    def _deliver(self, peer: Peer, message: Message) -> None:
-        if message.tag in (BYE, ABORT, LOST):
-            self._obey(peer, message)
-            return
-        with self._changed:
-            peer.inbox[message.tag].append(message)
-            peer.messages_received += 1
-            self._changed.notify_all()
-
-    def _obey(self, peer: Peer, message: Message) -> None:
-        try:
-            value = unpack(message.header, message.tensors)
-            if message.tag == BYE:
-                peer.closing_at = int(value)
-            elif message.tag == ABORT:
-                self._lose(peer, f"it ended with an error:\n{value}")
-            else:
-                gone = self.peers[value["tier"]]
-                if peer.name in gone.route:
-                    self._lose(gone, f"tier {peer.name!r} reports: {value['reason']}")
-        except (ValueError, TypeError, KeyError) as error:
-            raise MalformedError("a message of the link layer that cannot be read") from error
-
-    # What leaves
-
-    def _on_up(self, neighbour: str, channel: Channel) -> None:
-        """A connection was made: what the old one held may be lost."""
-        for peer in self._living():
-            if peer.next_hop != neighbour:
-                continue
-            if channel is Channel.CONTROL:
-                self._greet(peer)
-            if peer.established:
-                self._probe(peer, channel)
-
-    def _send_due(self) -> None:
-        for peer in self._living():
-            if peer.unanswered:
-                peer.unanswered = False
-                self._greet(peer)
-            if not peer.established:
-                continue
-            for channel in Channel:
-                if self.sockets.is_up(peer.next_hop, channel):
-                    self._send_chunks(peer, channel)
-            self._acknowledge(peer)
-
-    def _send_chunks(self, peer: Peer, channel: Channel) -> None:
-        flow = peer.outgoing[channel]
-        while (chunk := flow.next_chunk()) is not None:
-            more: dict[str, Any] = {"c": channel, "q": chunk.sequence, "g": flow.generation}
-            if chunk.lengths is not None:
-                more["l"] = chunk.lengths
-            envelope = write_envelope(
-                "chunk", self.tier, peer.name, self.session, peer.session, **more
-            )
-            if not self.sockets.send(peer.next_hop, channel, [envelope, *chunk.views]):
-                break  # a probe will find out
-
-    def _acknowledge(self, peer: Peer) -> None:
-        for channel, flow in peer.incoming.items():
-            if flow.acknowledgement_due:
-                echo = {} if flow.echo is None else {"p": flow.echo}
-                if self._send_control(
-                    peer, "ack", peer.session, c=channel, q=flow.received, **echo
-                ):
-                    flow.acknowledgement_due, flow.echo = False, None
-
-    def _greet(self, peer: Peer) -> None:
-        if peer.established:
-            self._probe(peer, Channel.CONTROL)
-        else:
-            self._send_control(
-                peer,
-                "hello",
-                peer.session,
-                protocol=PROTOCOL,
-                links=self._links,
-                process=asdict(self._process),
-            )
-
-    def _probe(self, peer: Peer, channel: Channel) -> None:
-        flow = peer.outgoing[channel]
-        envelope = write_envelope(
-            "probe",
-            self.tier,
-            peer.name,
-            self.session,
-            peer.session,
-            c=channel,
-            q=flow.sent,
-            g=flow.generation,
-        )
-        self.sockets.send(peer.next_hop, channel, [envelope])
-
-    def _send_control(self, peer: Peer, kind: str, session: str | None, **more: Any) -> bool:
-        envelope = write_envelope(kind, self.tier, peer.name, self.session, session, **more)
-        return self.sockets.send(peer.next_hop, Channel.CONTROL, [envelope])
-
-    # What time brings
-
-    def _try_to_meet(self) -> None:
-        if not self._met:
-            self._met = self._meet()
-
-    def _tick(self, now: float) -> None:
-        self._try_to_meet()
-        hello, beat = now >= self._next_hello, now >= self._next_beat
-        if hello:
-            self._next_hello = now + _HELLO_SECONDS
-        if beat:
-            self._next_beat = now + self._beat_seconds
-        for peer in self._living():
-            if not peer.established:
-                if hello:
-                    self._greet(peer)
-            elif beat:
-                self._probe(peer, Channel.CONTROL)
-                if peer.outgoing[Channel.DATA].unacknowledged:
-                    self._probe(peer, Channel.DATA)
-            if peer.session is not None:
-                self._check_alive(peer, now)
-
-    def _check_alive(self, peer: Peer, now: float) -> None:
-        if peer.process is not None and peer.process.has_ended():
-            if peer.ended_since is None:
-                peer.ended_since = now
-            elif now - peer.ended_since > 3 * _TICK_SECONDS:  # its last words have been read by now
-                self._lose(peer, f"its process {peer.process.pid} has ended")
-            return
-        if not peer.is_neighbour:
-            return
-        if self.sockets.is_up(peer.name, Channel.CONTROL):
-            peer.down_since = None
-        elif peer.down_since is None:
-            # It may have fallen silent before that was noticed; not longer than a heartbeat, however busy both were.
-            peer.down_since = max(peer.last_heard, now - self._heartbeat_seconds)
-        elif now - peer.down_since > self._silence_seconds:
-            self._lose(peer, f"there has been no connection for {now - peer.down_since:.1f} s")
-
-    def _living(self) -> Iterable[Peer]:
-        return [peer for peer in self.peers.values() if peer.lost is None]
-
-    def _lose(self, peer: Peer, reason: str) -> None:
-        if peer.lost is not None:
-            return
-        log.debug("tier %s lost tier %s: %s", self.tier, peer.name, reason)
-        self._acknowledge(peer)  # it may be waiting for that to close
-        with self._changed:
-            peer.lost = reason
-            peer.queued_messages = 0
-            peer.queued_bytes = dict.fromkeys(Channel, 0)
-            for flow in peer.outgoing.values():
-                flow.queue.clear()
-            peer.outgoing = {}
-            for other in self._living():
-                if self.tier in self.topology.route(other.name, peer.name) and other.is_neighbour:
-                    self.enqueue(
-                        other, encode(LOST, {"tier": peer.name, "reason": reason}), Channel.CONTROL
-                    )
-            self._changed.notify_all()
-        for other in self._living():
-            if peer.name in other.route:
-                self._lose(other, f"tier {peer.name!r}, which relays to it, is gone: {reason}")

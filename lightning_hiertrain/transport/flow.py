@@ -1,7 +1,8 @@
-"""Sequence numbers, acknowledgement and replay between two tiers, so that a broken connection loses and doubles nothing.
+"""Sequence numbers, acknowledgement and replay between two tiers: nothing is lost or doubled.
 
-A flow is one direction of one channel between a source and a target tier, with or without relays between them. Frames
-of a flow stay in order as long as no connection breaks, so losses are found without guessing at round trips:
+A flow is one direction of one channel between a source and a target tier, with or without relays
+between them. Frames of a flow stay in order as long as no connection breaks, so losses are found
+without guessing at round trips:
 
     source                                   target
       | chunk 7, 8, 9  --(9 lost)-->            |  expects 9
@@ -9,8 +10,9 @@ of a flow stay in order as long as no connection breaks, so losses are found wit
       | <-- ack "received up to 8", echoing that probe
       | chunk 9 again, generation 1 -->         |
 
-Whatever was sent before a probe has arrived before it, or never will. The generation counts the replays, so that an
-answer to an old probe starts no second replay. A gap in the numbers is answered like a probe, at once.
+Whatever was sent before a probe has arrived before it, or never will. The generation counts the
+replays, so that an answer to an old probe starts no second replay. A gap in the numbers is answered
+like a probe, at once.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class Chunk:
 
 
 class OutFlow:
-    """The sender's end. `queue` is filled by any thread; everything else belongs to the network's own thread."""
+    """The sender's end; any thread fills `queue`, the rest is the network's own thread's."""
 
     def __init__(self) -> None:
         self.queue: deque[Outgoing] = deque()

@@ -1,7 +1,7 @@
 """CURVE keys: how they are made, where the private ones lie and how they are read back.
 
-Public keys stand in the topology file that all tiers share; a private key lies in a file of its own that only its owner
-may read, on its own tier.
+Public keys stand in the topology file that all tiers share; a private key lies in a file of its own
+that only its owner may read, on its own tier.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_hiertrain.topology import KEY_CHARACTERS, Topology
 
 
 def make_keys(topology: Topology, directory: str | Path) -> Topology:
-    """Makes a key pair for every tier and writes the private ones to `<tier>.key`, readable by their owner alone.
+    """Makes a key pair for every tier and writes the private ones to `<tier>.key` (mode 0600).
 
     Returns:
         The topology with the public keys.
@@ -31,7 +31,8 @@ def make_keys(topology: Topology, directory: str | Path) -> Topology:
     for path in paths.values():
         if os.path.lexists(path):
             raise ValueError(
-                f"the key file {path} exists already; remove it if no run uses it, or choose another directory"
+                f"the key file {path} exists already; remove it if no run uses it, or choose another "
+                "directory"
             )
     tiers = []
     for tier in topology.tiers:
@@ -60,8 +61,8 @@ def read_private_key(path: str | Path) -> str:
         ) from error
     if os.name == "posix" and mode & 0o077:
         raise ValueError(
-            f"the private key {path} has mode {mode:04o}, so others may read it; run `chmod 600 {path}`, "
-            "or make new keys with `hiertrain keys` if it may have been copied"
+            f"the private key {path} has mode {mode:04o}, so others may read it; run "
+            f"`chmod 600 {path}`, or make new keys with `hiertrain keys` if it may have been copied"
         )
     return check_private_key(text.decode("ascii", errors="replace").strip(), where=str(path))
 
@@ -104,6 +105,6 @@ def check_tier_key(tier: str, topology: Topology, private_key: str) -> None:
         owner = next((other.name for other in topology.tiers if other.public_key == found), None)
         whose = f"it is that of tier {owner!r}" if owner else "it belongs to none of its tiers"
         raise ValueError(
-            f"the private key given to tier {tier!r} does not match its public key in the topology ({expected}); "
-            f"{whose}: give each tier its own key file, or make keys again with `hiertrain keys`"
+            f"the private key given to tier {tier!r} does not match its public key in the topology "
+            f"({expected}); {whose}: give each tier its own key file, or make keys again with `hiertrain keys`"
         )

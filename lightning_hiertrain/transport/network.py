@@ -1,8 +1,7 @@
-"""The links of one tier to all others: send and receive nested values of tensors, by peer and tag."""
+"""The links of one tier to all others: nested values of tensors, sent by peer and tag."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import threading
@@ -13,23 +12,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import zmq
-
-from lightning_hiertrain.errors import LinkError, LinkTimeoutError, PeerLostError
+from lightning_hiertrain.errors import LinkTimeoutError, PeerLostError
 from lightning_hiertrain.topology import KEY_CHARACTERS, Topology
-from lightning_hiertrain.transport.addresses import (
-    check_secure,
-    dial_address,
-    is_loopback,
-    links_of,
-    listen_addresses,
-    resolve,
-)
-from lightning_hiertrain.transport.engine import ABORT, BYE, Engine
+from lightning_hiertrain.transport.addresses import check_secure
+from lightning_hiertrain.transport.connect import Connector
+from lightning_hiertrain.transport.engine import Engine
 from lightning_hiertrain.transport.keys import check_private_key, check_tier_key, read_private_key
 from lightning_hiertrain.transport.peers import Peer
-from lightning_hiertrain.transport.rendezvous import Card, ProcessIdentity, Rendezvous
-from lightning_hiertrain.transport.sockets import Channel, Credentials
+from lightning_hiertrain.transport.protocol import ABORT, BYE, Protocol
+from lightning_hiertrain.transport.sockets import Channel
 from lightning_hiertrain.transport.wire import encode
 
 log = logging.getLogger(__name__)
@@ -74,9 +65,8 @@ class Network:
         self._private_key = private_key
         self._run_id = run_id
         self._changed = threading.Condition()
+        self._connector: Connector | None = None
         self._engine: Engine | None = None
-        self._rendezvous: Rendezvous | None = None
-        self._credentials = Credentials(public_key="", private_key="")
         self._aborted = self._closed = False
 
     @classmethod
@@ -89,7 +79,7 @@ class Network:
         timeout_seconds: float = 120.0,
         silence_seconds: float = 10.0,
     ) -> Network:
-        """The links between processes of one user on this machine, each with all others; needs no configuration.
+        """The links between processes of one user on this machine; needs no configuration.
 
         Args:
             tier: The tier of this process.
@@ -122,8 +112,9 @@ class Network:
         Args:
             tier: The tier of this process.
             topology: Tiers with their addresses and public keys, and links; the same on all tiers.
-            private_key: This tier's private key or the file that holds it. `None` is allowed if no tier has keys and all
-                addresses are this machine's own: then keys are made for the run.
+            private_key: This tier's private key or the file that holds it. `None` is allowed if no
+                tier has keys and all addresses are this machine's own: then keys are made for the
+                run.
             timeout_seconds: How long a wait lasts unless it is told otherwise.
             silence_seconds: After how long without a connection a peer counts as lost.
 
@@ -177,30 +168,26 @@ class Network:
             raise RuntimeError(
                 f"the network of tier {self.tier!r} was started before; make a new one"
             )
-        if self._private_key is None:
-            public, private = (key.decode() for key in zmq.curve_keypair())
-        else:
-            public, private = str(self.topology.tier(self.tier).public_key), self._private_key
-        self._credentials.public_key, self._credentials.private_key = public, private
-        if self._run_id is not None and len(self.topology.names) > 1:
-            self._rendezvous = Rendezvous(self._run_id, self.tier)
-        self._engine = Engine(
+        connector = Connector(
+            self.tier, self.topology, private_key=self._private_key, run_id=self._run_id
+        )
+        protocol = Protocol(
             self.tier,
             self.topology,
-            self._credentials,
+            connector.credentials,
             changed=self._changed,
             silence_seconds=self._silence_seconds,
-            meet=self._meet,
+            meet=connector.meet,
         )
+        engine = Engine(protocol, self._changed)
         try:
-            port = self._listen(self._engine)
-            if self._rendezvous is not None:
-                card = Card(public_key=public, port=port, process=ProcessIdentity.current())
-                self._rendezvous.publish(card)
+            connector.listen(protocol.sockets)
         except BaseException:
-            self._engine.stop(_LAST_WORDS_SECONDS)
+            engine.stop(_LAST_WORDS_SECONDS)
+            connector.leave()
             raise
-        self._engine.start()
+        self._connector, self._engine = connector, engine
+        engine.start()
 
     def wait_for_peers(self, timeout_seconds: float | None = None) -> None:
         """Waits until this tier and every other one have heard from each other.
@@ -210,7 +197,7 @@ class Network:
             PeerLostError: If one came and is gone.
         """
         timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        peers = self._running().peers
+        peers = self._running().protocol.peers
 
         def all_here() -> bool:
             for peer in peers.values():
@@ -231,14 +218,14 @@ class Network:
             )
 
     def send(self, peer: str, tag: str, value: Any = None, *, control: bool | None = False) -> None:
-        """Sends a value and returns before it has left; its tensors must not be changed until it has arrived.
+        """Sends a value and returns at once; its tensors must not be changed any more.
 
         Args:
             peer: The tier that gets it.
             tag: The name under which it is received.
             value: What `pack` can take apart.
-            control: Whether it is small and must not wait behind tensors; `None` for "if it is small". Order holds within
-                each kind, not between them.
+            control: Whether it is small and must not wait behind tensors; `None` for "if it is
+                small". Order holds within each kind, not between them.
 
         Raises:
             TypeError: If the value holds something that cannot travel.
@@ -265,7 +252,7 @@ class Network:
                     self.timeout_seconds,
                     f"{state.queued_bytes[channel]} bytes wait to be sent",
                 )
-            engine.enqueue(state, message, channel)
+            engine.protocol.enqueue(state, message, channel)
         engine.wake()
 
     def receive(
@@ -275,7 +262,8 @@ class Network:
 
         Args:
             peer: The tier that sends it.
-            tag: Its name. Tags may be received in any order; values of one tag come in the order of sending.
+            tag: Its name. Tags may be received in any order; values of one tag come in the order of
+                sending.
             timeout_seconds: How long to wait; the network's timeout if not given.
             operation: What is being done, for error messages.
 
@@ -325,7 +313,7 @@ class Network:
         """
         timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         engine = self._running()
-        states = [self._peer(peer)] if peer is not None else list(engine.peers.values())
+        states = [self._peer(peer)] if peer is not None else list(engine.protocol.peers.values())
 
         def all_arrived() -> bool:
             for state in states:
@@ -343,7 +331,7 @@ class Network:
             )
 
     def abort(self, reason: str) -> None:
-        """Tells all peers that this tier ends with an error, so that their waits end with it too."""
+        """Tells all peers that this tier ends with an error, which ends their waits too."""
         if (
             self._engine is None
             or self._closed
@@ -373,12 +361,12 @@ class Network:
         self._closed = True
         if engine is not None:
             engine.stop(_LAST_WORDS_SECONDS)
-        if self._rendezvous is not None:
-            self._rendezvous.leave()
+        if self._connector is not None:
+            self._connector.leave()
 
     def stats(self) -> dict[str, dict[str, int]]:
         """Returns what was sent to and received from each peer."""
-        peers = self._engine.peers if self._engine is not None else {}
+        peers = self._engine.protocol.peers if self._engine is not None else {}
         with self._changed:
             return {
                 name: {
@@ -392,69 +380,6 @@ class Network:
                 }
                 for name, peer in peers.items()
             }
-
-    # Connections
-
-    def _listen(self, engine: Engine) -> int:
-        """Opens the listening port; returns it, or 0 if nobody dials this tier."""
-        if not links_of(self.topology, self.tier)[1]:
-            return 0
-        if self._run_id is not None and self.topology.tier(self.tier).address is None:
-            return engine.sockets.listen("127.0.0.1", None)
-        addresses = listen_addresses(self.topology, self.tier)
-        num_open = 0
-        for host, port in addresses:
-            try:
-                engine.sockets.listen(resolve(host), port)
-                num_open += 1
-            except (zmq.ZMQError, OSError) as error:
-                # An address that is not this machine's own may be that of a router before it.
-                if isinstance(error, zmq.ZMQError) and error.errno not in (
-                    errno.EADDRNOTAVAIL,
-                    errno.ENODEV,
-                ):
-                    raise self._listen_error(host, port, error) from error
-        if not num_open:
-            host, port = addresses[0]
-            if is_loopback(host) or self._private_key is None:
-                raise self._listen_error(host, port, "this machine has no such address")
-            try:
-                engine.sockets.listen("*", port)
-            except zmq.ZMQError as error:
-                raise self._listen_error("*", port, error) from error
-        return addresses[0][1]
-
-    def _listen_error(self, host: str, port: int, error: object) -> LinkError:
-        return LinkError(
-            f"tier {self.tier!r} cannot listen on {host}:{port}: {error}; is another run using it? "
-            "End that run, or change the tier's `address` in the topology",
-            tier=self.tier,
-            peer=self.tier,
-            operation="listen",
-        )
-
-    def _meet(self) -> bool:
-        """Finds neighbours' keys and dials them; returns whether there is nothing left to find."""
-        assert self._engine is not None
-        dialled, listened = links_of(self.topology, self.tier)
-        complete = True
-        for link in (*dialled, *listened):
-            name = link.other(self.tier)
-            if name in self._credentials.neighbours:
-                continue
-            card = self._rendezvous.read(name) if self._rendezvous is not None else None
-            key = card.public_key if card is not None else self.topology.tier(name).public_key
-            if key is None:
-                complete = False
-                continue
-            self._credentials.neighbours[name] = key
-            if link in dialled:
-                fixed = link.address or self.topology.tier(name).address
-                if card is not None and fixed is None:
-                    self._engine.sockets.dial(name, "127.0.0.1", card.port)
-                else:
-                    self._engine.sockets.dial(name, *dial_address(self.topology, link))
-        return complete
 
     # Waiting and ending
 
@@ -477,7 +402,7 @@ class Network:
         return self._engine
 
     def _peer(self, name: str) -> Peer:
-        peers = self._running().peers
+        peers = self._running().protocol.peers
         if name not in peers:
             raise ValueError(
                 f"tier {self.tier!r} has no peer {name!r}; its peers are {list(peers)}"
@@ -488,9 +413,9 @@ class Network:
         engine = self._running()
         addressed = []
         with self._changed:
-            for peer in engine.peers.values():
+            for peer in engine.protocol.peers.values():
                 if peer.lost is None and peer.established:
-                    engine.enqueue(peer, encode(tag, value(peer)), Channel.CONTROL)
+                    engine.protocol.enqueue(peer, encode(tag, value(peer)), Channel.CONTROL)
                     addressed.append(peer)
         engine.wake()
 
@@ -507,12 +432,16 @@ class Network:
         progress, before = 0, -1
 
         def num_left() -> int:
-            return sum(peer.queued_messages for peer in engine.peers.values() if peer.established)
+            return sum(
+                peer.queued_messages for peer in engine.protocol.peers.values() if peer.established
+            )
 
         while num_left() and progress != before and time.monotonic() < deadline:
             self._wait(lambda: not num_left(), _STALL_SECONDS)
             flows = [
-                flow for peer in engine.peers.values() for flow in list(peer.outgoing.values())
+                flow
+                for peer in engine.protocol.peers.values()
+                for flow in list(peer.outgoing.values())
             ]
             before, progress = progress, sum(flow.num_acknowledged for flow in flows)
         if num_left():
@@ -522,7 +451,7 @@ class Network:
 
     def _relay_to_the_end(self, engine: Engine) -> None:
         """Lets tiers that talk through this one finish first."""
-        peers = list(engine.peers.values())
+        peers = list(engine.protocol.peers.values())
         relayed = [
             peer
             for peer in peers
@@ -538,28 +467,8 @@ class Network:
         )
 
     def _describe_missing(self, peer: Peer) -> str:
-        assert self._engine is not None
-        hop = peer.next_hop
-        link = self.topology.link(self.tier, hop)
-        assert link is not None
-        where = f"tier {peer.name!r} is missing"
-        if not peer.is_neighbour:
-            return f"{where} (reached through {hop!r})"
-        if link.between[0] == self.tier:
-            if (
-                self._run_id is not None
-                and (link.address or self.topology.tier(hop).address) is None
-            ):
-                return f"{where} (a process of this machine, run {self._run_id!r})"
-            host, port = dial_address(self.topology, link)
-            failure = self._engine.sockets.failure(hop)
-            return (
-                f"{where} (dialled at {host}:{port}{'; ' + failure if failure else ', no answer'})"
-            )
-        if self._run_id is not None and self.topology.tier(self.tier).address is None:
-            return f"{where} (a process of this machine, run {self._run_id!r})"
-        host, port = dial_address(self.topology, link)
-        return f"{where} (it should dial this tier at {host}:{port})"
+        assert self._connector is not None
+        return self._connector.describe_missing(peer, self._running().protocol.sockets)
 
     def _lost_error(
         self, peer: Peer, operation: str, timeout_seconds: float | None
@@ -578,8 +487,8 @@ class Network:
     ) -> LinkTimeoutError:
         state = "is connected" if peer.established else "has not connected yet"
         return LinkTimeoutError(
-            f"tier {self.tier!r} waited {timeout_seconds:g} s for tier {peer.name!r} during {operation!r}: {what}, and the "
-            f"peer {state}; see what that tier is doing, or raise the timeout",
+            f"tier {self.tier!r} waited {timeout_seconds:g} s for tier {peer.name!r} during "
+            f"{operation!r}: {what}, and the peer {state}; see what that tier is doing, or raise the timeout",
             tier=self.tier,
             peer=peer.name,
             operation=operation,

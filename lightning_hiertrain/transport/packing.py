@@ -1,12 +1,13 @@
-"""Nested Python values as a JSON skeleton and a flat list of tensors, so that nothing is ever unpickled or evaluated.
+"""Nested Python values as a JSON skeleton and a flat list of tensors; nothing is ever unpickled.
 
-`pack` takes a value apart into what `json` can write and the tensors that it holds; `unpack` puts it together again on
-another tier. Classes (dataclasses, named tuples, enumerations) travel by name and are looked up among what that tier
-has already imported; none of their code runs.
+`pack` takes a value apart into what `json` can write and the tensors that it holds; `unpack` puts
+it together again on another tier. Classes (dataclasses, named tuples, enumerations) travel by name
+and are looked up among what that tier has already imported; none of their code runs.
 
     list                    a JSON array
     None, bool, int, str    themselves, and finite floats
-    everything else         {"$": kind, ...}, where tensors, arrays and bytes are positions in the list of tensors
+    everything else         {"$": kind, ...}, where tensors, arrays and bytes are positions in the
+    list of tensors
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ def pack(value: Any) -> tuple[Any, list[torch.Tensor]]:
     """Takes a value apart.
 
     Args:
-        value: `None`, numbers, text, bytes, tensors, NumPy arrays, paths, dates, enumerations, dataclass instances, and
-            lists, tuples, named tuples, dictionaries and sets of them.
+        value: `None`, numbers, text, bytes, tensors, NumPy arrays, paths, dates, enumerations,
+            dataclass instances, and lists, tuples, named tuples, dictionaries and sets of them.
 
     Returns:
-        The skeleton, which `json` can write, and the tensors, detached, each once however often it occurs.
+        The skeleton, which `json` can write, and the tensors, detached, each once however often it
+        occurs.
 
     Raises:
         TypeError: If the value holds something else; the message says where.
@@ -51,7 +53,8 @@ def unpack(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
     """Puts together what `pack` took apart.
 
     Raises:
-        ValueError: If the skeleton was not made by `pack`, or names a class that this tier has not imported.
+        ValueError: If the skeleton was not made by `pack`, or names a class that this tier has not
+            imported.
     """
     try:
         return _unpack(skeleton, tensors, 0)
@@ -131,7 +134,7 @@ class _Packer:
         if _is_namedtuple(kind):
             items = [
                 self.pack(item, f"{path}.{name}", depth + 1)
-                for name, item in zip(kind._fields, value)
+                for name, item in zip(kind._fields, value, strict=True)
             ]
             return {"$": "namedtuple", "class": _class_name(kind, path), "items": items}
         if _is_plain_dataclass(kind):
@@ -148,15 +151,15 @@ class _Packer:
                 "values": values,
             }
         raise TypeError(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot travel between tiers; "
-            "use tensors, arrays, numbers, text, lists, tuples, dictionaries or dataclasses"
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot travel between "
+            "tiers; use tensors, arrays, numbers, text, lists, tuples, dictionaries or dataclasses"
         )
 
     def _pack_numpy(self, value: Any, path: str) -> Any:
         if value.dtype.kind not in _NUMPY_KINDS or type(value) is np.ma.MaskedArray:
             raise TypeError(
-                f"{path} is a {type(value).__name__} of dtype {value.dtype}, which cannot travel between tiers; "
-                "use numbers, text or dates"
+                f"{path} is a {type(value).__name__} of dtype {value.dtype}, which cannot travel "
+                "between tiers; use numbers, text or dates"
             )
         array = np.asarray(value)
         raw = torch.from_numpy(np.frombuffer(array.tobytes(), dtype=np.uint8).copy())
@@ -177,7 +180,8 @@ class _Packer:
                 "quantized" if tensor.is_quantized else f"{tensor.layout} on device {tensor.device}"
             )
             raise TypeError(
-                f"{path} is a tensor that is {what}; only dense tensors with values can travel between tiers"
+                f"{path} is a tensor that is {what}; only dense tensors with values can travel "
+                "between tiers"
             )
         return self._add(tensor, tensor.detach())
 
@@ -226,7 +230,8 @@ def _find_class(name: str, check: Callable[[type], bool], what: str) -> Any:
     found = _find(name)
     if not isinstance(found, type) or not check(found):
         raise ValueError(
-            f"{name.replace(':', '.')} is not a {what} that this tier has imported; import its module on every tier"
+            f"{name.replace(':', '.')} is not a {what} that this tier has imported; import its "
+            "module on every tier"
         )
     return found
 

@@ -3,9 +3,10 @@
 The first frame of everything that travels is an envelope, a small JSON object:
 
     k  kind: hello | probe | ack | chunk | refuse        s, t    source and target tier
-    e  session of the source                             te      session of the target, as far as the source knows
-    c  channel                                           q, g    sequence number and generation (`flow.py`)
-    l  lengths of head and message, on a first chunk     p       the probe or gap that an ack answers
+    e  session of the source                             te      session of the target, as far as
+    the source knows c  channel                                           q, g    sequence number
+    and generation (`flow.py`) l  lengths of head and message, on a first chunk     p       the
+    probe or gap that an ack answers
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ KINDS = ("hello", "probe", "ack", "chunk", "refuse")
 
 @dataclass(kw_only=True)
 class Peer:
-    """Another tier, seen from this one. The fields of the second block are guarded by the network's lock."""
+    """Another tier, seen from this one; the network's lock guards the second block of fields."""
 
     name: str
     route: tuple[str, ...]

@@ -1,8 +1,8 @@
 """How processes of one user on one machine find each other without configuration.
 
-Every tier writes its public key and port to `<temporary directory>/hiertrain-<user id>/<run>/<tier>.json` and reads those
-of the others. The directories belong to the user and nobody else can enter them; files of processes that have ended, or of
-another owner, are passed over.
+Every tier writes its public key and port to `<temporary directory>/hiertrain-<user
+id>/<run>/<tier>.json` and reads those of the others. The directories belong to the user and nobody
+else can enter them; files of processes that have ended, or of another owner, are passed over.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import re
 import stat
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 _MAX_FILE_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessIdentity:
-    """Which process of which machine, so that others on the same machine can see whether it still runs."""
+    """Which process of which machine; others of the same machine can see whether it runs."""
 
     machine: str | None
-    """Changes with every boot and differs between containers; `None` where the system does not tell."""
+    """Changes with every boot and differs between containers; `None` where it is unknown."""
     pid: int
     start_time: str | None
 
@@ -34,11 +36,28 @@ class ProcessIdentity:
         pid = os.getpid()
         return cls(machine=_machine(), pid=pid, start_time=_start_time(pid))
 
+    @classmethod
+    def from_dict(cls, data: Any) -> ProcessIdentity | None:
+        """Reads what `dataclasses.asdict` made of one; `None` if it is something else."""
+        try:
+            identity = cls(**data)
+        except TypeError:
+            return None
+        texts = (identity.machine, identity.start_time)
+        is_sound = type(identity.pid) is int and all(
+            text is None or isinstance(text, str) for text in texts
+        )
+        return identity if is_sound else None
+
+    def is_here(self) -> bool:
+        """Tells whether this machine can see the process."""
+        return (
+            self.machine is not None and self.machine == _machine() and self.start_time is not None
+        )
+
     def has_ended(self) -> bool:
-        """Tells whether the process is known to have ended; always false for one of another machine."""
-        if self.machine is None or self.machine != _machine() or self.start_time is None:
-            return False
-        return _start_time(self.pid) != self.start_time
+        """Tells whether the process is known to have ended, which only its machine can."""
+        return self.is_here() and _start_time(self.pid) != self.start_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +102,8 @@ class Rendezvous:
         other = self.read(self._tier)
         if other is not None and other.process != card.process:
             raise ValueError(
-                f"tier {self._tier!r} of run {self.directory.name!r} is already process {other.process.pid}; "
-                "give every run an id of its own"
+                f"tier {self._tier!r} of run {self.directory.name!r} is already process "
+                f"{other.process.pid}; give every run an id of its own"
             )
         temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
         with contextlib.suppress(FileNotFoundError):
@@ -110,7 +129,9 @@ class Rendezvous:
             text = file.read(_MAX_FILE_BYTES)
         try:
             data = json.loads(text)
-            process = ProcessIdentity(**data["process"])
+            process = ProcessIdentity.from_dict(data["process"])
+            if process is None:
+                return None
             card = Card(public_key=str(data["public_key"]), port=int(data["port"]), process=process)
         except (ValueError, TypeError, KeyError):
             return None
@@ -130,8 +151,8 @@ def _make_private(directory: Path) -> None:
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or not _is_own(status) or status.st_mode & 0o077:
         raise ValueError(
-            f"the directory {directory}, where the tiers of this machine meet, belongs to someone else or is open to others; "
-            "remove it, or set TMPDIR to a directory of your own"
+            f"the directory {directory}, where the tiers of this machine meet, belongs to someone "
+            "else or is open to others; remove it, or set TMPDIR to a directory of your own"
         )
 
 
@@ -139,6 +160,7 @@ def _is_own(status: os.stat_result) -> bool:
     return not hasattr(os, "getuid") or status.st_uid == os.getuid()
 
 
+@cache
 def _machine() -> str | None:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,12 +1,12 @@
-"""The ZeroMQ side of a tier: one listening socket, two dialled ones for each tier above, keys and reconnection.
+"""The ZeroMQ side of a tier: a listening socket, two dialled ones for each tier above, keys.
 
     lower tier                                        higher tier
     DEALER control  ----- one TCP connection ----->   ROUTER (one port for all the tiers below)
     DEALER data     ----- one TCP connection ----->
 
-Small messages never wait behind tensors because each channel has a connection of its own. The object belongs to one
-thread; encryption and TCP run in ZeroMQ's own threads. A connection that breaks is made anew with nothing left in it: what
-it held is lost, and `flow.py` sends it again.
+Small messages never wait behind tensors because each channel has a connection of its own. The
+object belongs to one thread; encryption and TCP run in ZeroMQ's own threads. A connection that
+breaks is made anew with nothing left in it: what it held is lost, and `flow.py` sends it again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from lightning_hiertrain.transport.probe import RefusalProbe
 from lightning_hiertrain.transport.wire import MAX_CHUNK_BYTES
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ MAX_ENVELOPE_BYTES = 64 << 10
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"hiertrain"
 _BATCH = 16
+_MAX_WARNINGS = 1000
 _BROKEN = (
     zmq.Event.DISCONNECTED,
     zmq.Event.HANDSHAKE_FAILED_AUTH,
@@ -81,7 +83,8 @@ class Sockets:
         num_links: How many neighbours there will be.
         heartbeat_seconds: How long a dialled connection may be silent before it counts as broken.
         on_up: Called with neighbour and channel when a connection has been made.
-        on_unknown_key: Called when a key that is not listed asks to come in, before it is refused; may list more keys.
+        on_unknown_key: Called when a key that is not listed asks to come in, before it is refused;
+            may list more keys.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class Sockets:
     def dial(self, neighbour: str, host: str, port: int) -> None:
         """Starts to connect to a tier above; its key must be known."""
         for channel in Channel:
-            self._dialled[neighbour, channel] = _Dialled(f"tcp://{_bracketed(host)}:{port}")
+            self._dialled[neighbour, channel] = _Dialled(host, port)
             self._open(neighbour, channel)
 
     def watch(self, descriptor: int) -> None:
@@ -150,6 +153,11 @@ class Sockets:
         """Says what was last wrong with the connection to a dialled neighbour."""
         dialled = self._dialled.get((neighbour, Channel.CONTROL))
         return dialled.failure if dialled is not None else ""
+
+    def refused_seconds(self, neighbour: str, now: float) -> float:
+        """Returns for how long a dialled neighbour's machine has refused connections."""
+        dialled = self._dialled.get((neighbour, Channel.CONTROL))
+        return dialled.probe.refused_seconds(now) if dialled is not None else 0.0
 
     def send(self, neighbour: str, channel: Channel, frames: Sequence[Frame]) -> bool:
         """Sends frames, or returns false if there is no connection."""
@@ -196,11 +204,11 @@ class Sockets:
                 self._watch_connection(neighbour, channel, dialled)
         return received
 
-    def warn_once(self, neighbour: str, what: str) -> None:
-        """Logs that a neighbour sent something that was dropped, the first time for each kind."""
-        if (neighbour, what) not in self._warned:
+    def warn_once(self, neighbour: str, what: str, detail: str = "") -> None:
+        """Logs that frames of a neighbour were dropped, the first time for each kind."""
+        if (neighbour, what) not in self._warned and len(self._warned) < _MAX_WARNINGS:
             self._warned.add((neighbour, what))
-            log.warning("dropped frames from tier %s: %s (said once)", neighbour, what)
+            log.warning("dropped frames from tier %s: %s %s(said once)", neighbour, what, detail)
 
     def close(self) -> None:
         """Closes every socket; what has been handed to them gets a moment to leave."""
@@ -222,7 +230,8 @@ class Sockets:
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._credentials.private_key.encode())
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._credentials.neighbours[neighbour].encode())
         if channel is Channel.CONTROL:
-            # Only here: on the data connection a heartbeat would wait behind a whole chunk, minutes on a slow link.
+            # Only here: on the data connection a heartbeat would wait behind a whole chunk, minutes
+            # on a slow link.
             milliseconds = int(self._heartbeat_seconds * 1000)
             socket.setsockopt(zmq.HEARTBEAT_IVL, max(100, milliseconds // 4))
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds)
@@ -238,6 +247,7 @@ class Sockets:
             event = recv_monitor_message(dialled.monitor)["event"]
             if event == zmq.Event.HANDSHAKE_SUCCEEDED and dialled.socket is not None:
                 dialled.up, dialled.num_failures, dialled.failure = True, 0, ""
+                dialled.probe.reset()
                 dialled.socket.send_multipart(
                     [b"link", str(int(channel)).encode()], flags=zmq.NOBLOCK
                 )
@@ -309,7 +319,7 @@ class Sockets:
             neighbour = self._credentials.owner_of(key)
         if neighbour is None:
             where = address.decode(errors="replace")
-            if ("", where) not in self._warned:
+            if ("", where) not in self._warned and len(self._warned) < _MAX_WARNINGS:
                 self._warned.add(("", where))
                 log.warning(
                     "refused a connection from %s: its key is not that of a neighbouring tier",
@@ -323,8 +333,9 @@ class Sockets:
 class _Dialled:
     """One connection to a tier above, or the plan to make it."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, host: str, port: int) -> None:
+        self.address = f"tcp://{_bracketed(host)}:{port}"
+        self.probe = RefusalProbe(host, port)
         self.socket: zmq.Socket[bytes] | None = None
         self.monitor: zmq.Socket[bytes] | None = None
         self.up = False
@@ -334,6 +345,7 @@ class _Dialled:
 
     def close(self, poller: zmq.Poller, *, linger_milliseconds: int) -> None:
         self.up = False
+        self.probe.reset()
         if self.socket is None or self.monitor is None:
             return
         poller.unregister(self.socket)

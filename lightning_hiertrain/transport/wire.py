@@ -1,7 +1,8 @@
 """How a value looks on the wire: one JSON head, then the raw bytes of its tensors, cut into chunks.
 
-The head is `{"tag": ..., "value": skeleton, "tensors": [[dtype, shape], ...]}`. Sending copies nothing: chunks are views of
-the tensors. Receiving checks the head before it allocates the tensors, and fills them as the chunks arrive.
+The head is `{"tag": ..., "value": skeleton, "tensors": [[dtype, shape], ...]}`. Sending copies
+nothing: chunks are views of the tensors. Receiving checks the head before it allocates the tensors,
+and fills them as the chunks arrive.
 """
 
 from __future__ import annotations
@@ -33,12 +34,22 @@ _DTYPES = {
 
 
 class MalformedError(ValueError):
-    """Bytes that no sender of this version makes."""
+    """Bytes that no sender of this version makes.
+
+    Args:
+        kind: What is wrong, always in the same words.
+        detail: The values.
+    """
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(f"{kind} {detail}".strip())
+        self.kind = kind
+        self.detail = detail
 
 
 @dataclass(kw_only=True)
 class Message:
-    """A value that has arrived: its skeleton and its tensors, and the tag under which it was sent."""
+    """A value that has arrived: its skeleton, its tensors and the tag that it was sent under."""
 
     tag: str
     header: Any
@@ -75,7 +86,7 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()).cast("B") if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 @dataclass(kw_only=True)
@@ -119,16 +130,13 @@ class Incoming:
 
     def __init__(self, head_bytes: Any, total_bytes: Any) -> None:
         if type(head_bytes) is not int or type(total_bytes) is not int:
-            raise MalformedError(
-                f"lengths that are no numbers: {head_bytes!r:.40}, {total_bytes!r:.40}"
-            )
+            raise MalformedError("lengths that are no numbers")
         if (
             not 0 < head_bytes <= MAX_HEAD_BYTES
             or not head_bytes <= total_bytes <= MAX_MESSAGE_BYTES
         ):
-            raise MalformedError(
-                f"impossible lengths: a head of {head_bytes} in a message of {total_bytes} bytes"
-            )
+            lengths = f"(a head of {head_bytes} in a message of {total_bytes} bytes)"
+            raise MalformedError("impossible lengths", lengths)
         self.missing_bytes = total_bytes
         self._tensor_bytes = total_bytes - head_bytes
         self._head = bytearray()
@@ -173,13 +181,17 @@ class Incoming:
             tag, skeleton, specs = head["tag"], head["value"], head["tensors"]
             layouts = [(_DTYPES[dtype], _checked_shape(shape)) for dtype, shape in specs]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise MalformedError(f"a head that cannot be read: {error!r:.200}") from error
+            raise MalformedError("a head that cannot be read", f"({error!r:.200})") from error
         if type(tag) is not str:
             raise MalformedError("a tag that is no text")
         announced = sum(math.prod(shape) * dtype.itemsize for dtype, shape in layouts)
         if announced != self._tensor_bytes:
-            raise MalformedError(f"tensors of {announced} bytes in a body of {self._tensor_bytes}")
-        tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in layouts]
+            lengths = f"({announced} in a body of {self._tensor_bytes} bytes)"
+            raise MalformedError("tensors that do not fill the message", lengths)
+        try:
+            tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in layouts]
+        except RuntimeError as error:
+            raise MalformedError("tensors too large for this tier", f"({error!r:.200})") from error
         self._room.extend(view for view in map(byte_view, tensors) if view.nbytes)
         self._head = bytearray()
         return Message(tag=tag, header=skeleton, tensors=tensors)
@@ -189,7 +201,7 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
     if not isinstance(shape, list) or not all(
         type(size) is int and 0 <= size < 2**48 for size in shape
     ):
-        raise MalformedError(f"an impossible shape: {shape!r:.80}")
+        raise MalformedError("an impossible shape", f"({shape!r:.80})")
     if len(shape) > 64:
-        raise MalformedError(f"a tensor of {len(shape)} dimensions")
+        raise MalformedError("a tensor of more than 64 dimensions")
     return tuple(shape)
