@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from typing import Any
 
@@ -54,3 +55,7 @@ def lightning_ranks(num_nodes: int, devices: int) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "port": trainer.strategy.cluster_environment.main_port,
     }
+
+
+def interfaces() -> list[str]:
+    return sorted(name for _, name in socket.if_nameindex())

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from tests.distributed.namespaces import ETC, namespaces
+from tests.distributed.launch import Case, observe_cases
+from tests.distributed.namespaces import ETC, TIERS, namespaces
 
 LISTEN = (
     "import socket; s = socket.create_server(('{address}', 7777)); "
@@ -88,6 +89,21 @@ def test_a_limited_link_carries_no_more(three_hosts):
         server.wait()
 
     assert 0.5e6 < rate < 1.1e6
+
+
+def test_each_rank_can_run_in_a_network_of_its_own(three_hosts):
+    outcomes = observe_cases(
+        [Case(target="tests.distributed.launch_cases:interfaces")],
+        layout="nodes",
+        wrap=lambda rank, argv: three_hosts.command(TIERS[rank], argv),
+        timeout_seconds=60,
+    )
+
+    assert [outcome.results for outcome in outcomes] == [
+        [["lo", "to-edge"]],
+        [["lo", "to-cloud", "to-device"]],
+        [["lo", "to-edge"]],
+    ]
 
 
 def test_everything_is_removed_after_a_failure(namespaces_reason):
