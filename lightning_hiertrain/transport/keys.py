@@ -31,8 +31,8 @@ def make_keys(topology: Topology, directory: str | Path) -> Topology:
     for path in paths.values():
         if os.path.lexists(path):
             raise ValueError(
-                f"the key file {path} exists already; remove it if no run uses it, or choose another "
-                "directory"
+                f"the key file {path} exists already; remove it if no run uses it, or "
+                "choose another directory"
             )
     tiers = []
     for tier in topology.tiers:
@@ -106,5 +106,6 @@ def check_tier_key(tier: str, topology: Topology, private_key: str) -> None:
         whose = f"it is that of tier {owner!r}" if owner else "it belongs to none of its tiers"
         raise ValueError(
             f"the private key given to tier {tier!r} does not match its public key in the topology "
-            f"({expected}); {whose}: give each tier its own key file, or make keys again with `hiertrain keys`"
+            f"({expected}); {whose}: give each tier its own key file, or make "
+            "keys again with `hiertrain keys`"
         )

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
+from traceback import format_exception
 from types import TracebackType
 from typing import Any
 
-from lightning_hiertrain.errors import LinkTimeoutError, PeerLostError
+from lightning_hiertrain.errors import LinkTimeoutError
 from lightning_hiertrain.topology import KEY_CHARACTERS, Topology
 from lightning_hiertrain.transport.addresses import check_secure
 from lightning_hiertrain.transport.connect import Connector
 from lightning_hiertrain.transport.engine import Engine
+from lightning_hiertrain.transport.farewell import Farewell
 from lightning_hiertrain.transport.keys import check_private_key, check_tier_key, read_private_key
-from lightning_hiertrain.transport.peers import Peer
-from lightning_hiertrain.transport.protocol import ABORT, BYE, Protocol
+from lightning_hiertrain.transport.peers import Peer, lost_error, timeout_error
+from lightning_hiertrain.transport.protocol import Protocol
 from lightning_hiertrain.transport.sockets import Channel
 from lightning_hiertrain.transport.wire import encode
-
-log = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 256 << 20
 """How much may wait to be sent to one peer before `send` waits too."""
 SMALL_BYTES = 64 << 10
-_LAST_WORDS_SECONDS = 2.0
-_STALL_SECONDS = 3.0
+_STOP_SECONDS = 5.0
 
 
 class Network:
@@ -155,7 +152,7 @@ class Network:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            self.abort(repr(error))
+            self.abort("".join(format_exception(error)))
         self.close()
 
     def start(self) -> None:
@@ -183,7 +180,7 @@ class Network:
         try:
             connector.listen(protocol.sockets)
         except BaseException:
-            engine.stop(_LAST_WORDS_SECONDS)
+            engine.stop(_STOP_SECONDS)
             connector.leave()
             raise
         self._connector, self._engine = connector, engine
@@ -202,7 +199,7 @@ class Network:
         def all_here() -> bool:
             for peer in peers.values():
                 if peer.lost is not None:
-                    raise self._lost_error(peer, "wait for all tiers", timeout_seconds)
+                    raise lost_error(self.tier, peer, "wait for all tiers", timeout_seconds)
             return all(peer.established for peer in peers.values())
 
         if not self._wait(all_here, timeout_seconds):
@@ -240,13 +237,14 @@ class Network:
 
         def has_room() -> bool:
             if state.lost is not None:
-                raise self._lost_error(state, operation, None)
+                raise lost_error(self.tier, state, operation, None)
             queued = state.queued_bytes[channel]
             return not queued or queued + message.total_bytes <= MAX_QUEUED_BYTES
 
         with self._changed:
             if not self._wait(has_room, self.timeout_seconds):
-                raise self._timeout_error(
+                raise timeout_error(
+                    self.tier,
                     state,
                     operation,
                     self.timeout_seconds,
@@ -280,12 +278,12 @@ class Network:
             if tag in state.inbox:
                 return True
             if state.lost is not None:
-                raise self._lost_error(state, operation, timeout_seconds)
+                raise lost_error(self.tier, state, operation, timeout_seconds)
             return False
 
         with self._changed:
             if not self._wait(is_here, timeout_seconds):
-                raise self._timeout_error(state, operation, timeout_seconds, "nothing came")
+                raise timeout_error(self.tier, state, operation, timeout_seconds, "nothing came")
             message = state.inbox[tag].popleft()
             if not state.inbox[tag]:
                 del state.inbox[tag]
@@ -301,7 +299,7 @@ class Network:
         state = self._peer(peer)
         with self._changed:
             if tag not in state.inbox and state.lost is not None:
-                raise self._lost_error(state, f"receive {tag}", None)
+                raise lost_error(self.tier, state, f"receive {tag}", None)
             return tag in state.inbox
 
     def flush(self, timeout_seconds: float | None = None, *, peer: str | None = None) -> None:
@@ -318,12 +316,13 @@ class Network:
         def all_arrived() -> bool:
             for state in states:
                 if state.lost is not None and peer is not None:
-                    raise self._lost_error(state, "flush", timeout_seconds)
+                    raise lost_error(self.tier, state, "flush", timeout_seconds)
             return not any(state.queued_messages for state in states)
 
         if not self._wait(all_arrived, timeout_seconds):
             state = next(state for state in states if state.queued_messages)
-            raise self._timeout_error(
+            raise timeout_error(
+                self.tier,
                 state,
                 "flush",
                 timeout_seconds,
@@ -340,27 +339,18 @@ class Network:
         ):
             return
         self._aborted = True
-        try:
-            self._last_words(ABORT, lambda _: reason)
-        except Exception:
-            log.warning("tier %s could not tell its peers that it ends", self.tier, exc_info=True)
+        Farewell(self._engine, self._wait).abort(reason)
 
     def close(self) -> None:
         """Sends what is still queued, says goodbye and closes the links."""
         if self._closed:
             return
         engine = self._engine
-        if engine is not None and engine.failure is None:
-            try:
-                if not self._aborted:
-                    self._flush_before_closing(engine)
-                    self._relay_to_the_end(engine)
-                    self._last_words(BYE, lambda peer: peer.outgoing[Channel.DATA].sent)
-            except Exception:
-                log.warning("the links of tier %s did not close in order", self.tier, exc_info=True)
+        if engine is not None and engine.failure is None and not self._aborted:
+            Farewell(engine, self._wait).finish(self.timeout_seconds)
         self._closed = True
         if engine is not None:
-            engine.stop(_LAST_WORDS_SECONDS)
+            engine.stop(_STOP_SECONDS)
         if self._connector is not None:
             self._connector.leave()
 
@@ -409,88 +399,6 @@ class Network:
             )
         return peers[name]
 
-    def _last_words(self, tag: str, value: Callable[[Peer], Any]) -> None:
-        engine = self._running()
-        addressed = []
-        with self._changed:
-            for peer in engine.protocol.peers.values():
-                if peer.lost is None and peer.established:
-                    engine.protocol.enqueue(peer, encode(tag, value(peer)), Channel.CONTROL)
-                    addressed.append(peer)
-        engine.wake()
-
-        def heard() -> bool:
-            return not any(
-                peer.lost is None and peer.queued_bytes[Channel.CONTROL] for peer in addressed
-            )
-
-        self._wait(heard, _LAST_WORDS_SECONDS)
-
-    def _flush_before_closing(self, engine: Engine) -> None:
-        """Waits for what is queued as long as some of it still arrives."""
-        deadline = time.monotonic() + self.timeout_seconds
-        progress, before = 0, -1
-
-        def num_left() -> int:
-            return sum(
-                peer.queued_messages for peer in engine.protocol.peers.values() if peer.established
-            )
-
-        while num_left() and progress != before and time.monotonic() < deadline:
-            self._wait(lambda: not num_left(), _STALL_SECONDS)
-            flows = [
-                flow
-                for peer in engine.protocol.peers.values()
-                for flow in list(peer.outgoing.values())
-            ]
-            before, progress = progress, sum(flow.num_acknowledged for flow in flows)
-        if num_left():
-            log.warning(
-                "tier %s closes its links with %s messages unacknowledged", self.tier, num_left()
-            )
-
-    def _relay_to_the_end(self, engine: Engine) -> None:
-        """Lets tiers that talk through this one finish first."""
-        peers = list(engine.protocol.peers.values())
-        relayed = [
-            peer
-            for peer in peers
-            if any(
-                self.tier in self.topology.route(peer.name, other.name)
-                for other in peers
-                if other is not peer
-            )
-        ]
-        self._wait(
-            lambda: all(peer.lost is not None or not peer.established for peer in relayed),
-            _STALL_SECONDS,
-        )
-
     def _describe_missing(self, peer: Peer) -> str:
         assert self._connector is not None
         return self._connector.describe_missing(peer, self._running().protocol.sockets)
-
-    def _lost_error(
-        self, peer: Peer, operation: str, timeout_seconds: float | None
-    ) -> PeerLostError:
-        limit = "" if timeout_seconds is None else f" (timeout {timeout_seconds:g} s)"
-        return PeerLostError(
-            f"tier {self.tier!r} lost tier {peer.name!r} during {operation!r}{limit}: {peer.lost}",
-            tier=self.tier,
-            peer=peer.name,
-            operation=operation,
-            timeout_seconds=timeout_seconds,
-        )
-
-    def _timeout_error(
-        self, peer: Peer, operation: str, timeout_seconds: float, what: str
-    ) -> LinkTimeoutError:
-        state = "is connected" if peer.established else "has not connected yet"
-        return LinkTimeoutError(
-            f"tier {self.tier!r} waited {timeout_seconds:g} s for tier {peer.name!r} during "
-            f"{operation!r}: {what}, and the peer {state}; see what that tier is doing, or raise the timeout",
-            tier=self.tier,
-            peer=peer.name,
-            operation=operation,
-            timeout_seconds=timeout_seconds,
-        )

@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_hiertrain.errors import LinkTimeoutError, PeerLostError
 from lightning_hiertrain.transport.flow import InFlow, OutFlow
 from lightning_hiertrain.transport.rendezvous import ProcessIdentity
 from lightning_hiertrain.transport.sockets import Channel
@@ -24,7 +25,7 @@ from lightning_hiertrain.transport.wire import MalformedError, Message
 KINDS = ("hello", "probe", "ack", "chunk", "refuse")
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Peer:
     """Another tier, seen from this one; the network's lock guards the second block of fields."""
 
@@ -133,3 +134,33 @@ def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise MalformedError("an envelope with an impossible number")
     return value
+
+
+def lost_error(
+    tier: str, peer: Peer, operation: str, timeout_seconds: float | None
+) -> PeerLostError:
+    """Returns the error of an operation with a peer that is lost."""
+    limit = "" if timeout_seconds is None else f" (timeout {timeout_seconds:g} s)"
+    return PeerLostError(
+        f"tier {tier!r} lost tier {peer.name!r} during {operation!r}{limit}: {peer.lost}",
+        tier=tier,
+        peer=peer.name,
+        operation=operation,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def timeout_error(
+    tier: str, peer: Peer, operation: str, timeout_seconds: float, what: str
+) -> LinkTimeoutError:
+    """Returns the error of a wait for a peer that has taken too long."""
+    state = "is connected" if peer.established else "has not connected yet"
+    return LinkTimeoutError(
+        f"tier {tier!r} waited {timeout_seconds:g} s for tier {peer.name!r} during "
+        f"{operation!r}: {what}, and the peer {state}; see what that tier is doing, or raise the "
+        "timeout",
+        tier=tier,
+        peer=peer.name,
+        operation=operation,
+        timeout_seconds=timeout_seconds,
+    )
