@@ -1,0 +1,72 @@
+"""Lightning's loops on three tiers, of which one has the data and one does the steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.launch import Case, observe_cases, run_cases
+from tests.distributed.symmetric_cases import train
+
+TARGET = "tests.distributed.symmetric_cases:train"
+PLACES = [("edge", "device"), ("device", "cloud")]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("runs")
+    plain = train(str(folder / "plain"))
+    resumed = str(folder / "plain" / "checkpoints" / "last.ckpt")
+    cases = [
+        Case(
+            target=TARGET,
+            kwargs={"folder": str(folder / owner), "owner": owner, "data_tier": data_tier},
+        )
+        for owner, data_tier in PLACES
+    ]
+    return plain, run_cases(cases, timeout_seconds=110), folder, resumed
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return torch.allclose(first, second, atol=1e-7)
+    if isinstance(first, float):
+        return first == pytest.approx(second, abs=1e-7)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second)
+
+
+def test_every_tier_ends_as_one_process_does(runs: Any) -> None:
+    plain, cases, *_ = runs
+    assert len(plain["rates"]) > 2
+    for ranks in cases:
+        for rank, found in enumerate(ranks):
+            for key, value in plain.items():
+                if key != "log" or rank == 0:
+                    assert same(value, found[key]), (rank, key, value, found[key])
+
+
+def test_the_checkpoint_holds_what_plain_lightning_would_save(runs: Any) -> None:
+    *_, folder, _ = runs
+    plain, *others = (
+        torch.load(folder / name / "checkpoints" / "last.ckpt", weights_only=False)
+        for name in ("plain", *(owner for owner, _ in PLACES))
+    )
+    for other in others:
+        for key in ("state_dict", "optimizer_states", "lr_schedulers", "loops", "Data"):
+            assert same(plain[key], other[key]), key
+
+
+def test_an_error_of_the_data_tier_s_loader_ends_all_tiers(tmp_path: Path) -> None:
+    case = Case(target=TARGET, kwargs={"folder": str(tmp_path), "owner": "edge", "fails": True})
+    outcomes = observe_cases([case], timeout_seconds=60)
+    assert all(outcome.error is not None for outcome in outcomes)
+    assert "the disk is gone" in str(outcomes[0].error)
+    assert "the disk is gone" in str(outcomes[1].error)
+    assert "device" in str(outcomes[2].error)
