@@ -1,4 +1,4 @@
-"""What was measured: each layer's time on each tier, sizes, the optimizer's time and what each link carries.
+"""What was measured: layers' times on each tier, sizes, the optimizer's time, the links.
 
 Made by the profiling stage or by hand, read by the planner. Pure data in SI units.
 """
@@ -19,7 +19,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class AffineTime:
-    """A time that grows with the number of samples: `fixed + per_sample * num_samples` seconds, and 0 for none."""
+    """Seconds that grow with the samples: `fixed + per_sample * num_samples`, and 0 for none."""
 
     fixed: float
     per_sample: float
@@ -55,7 +55,8 @@ class TierProfile:
     memory_bytes: int | None = None
     """Memory that training may use; `None` for no limit."""
     loss_seconds: AffineTime = field(default_factory=lambda: AffineTime(fixed=0.0, per_sample=0.0))
-    """What the owner runs after the chain on the whole mini-batch: loss, metrics and their backward."""
+    """What the owner runs after the chain on the whole mini-batch: loss, metrics and their
+    backward."""
 
     def __post_init__(self) -> None:
         _check_number("optimizer_seconds", self.optimizer_seconds)
@@ -94,13 +95,15 @@ class LinkProfile:
         if len(self.between) != 2 or self.between[0] == self.between[1]:
             raise ValueError(f"a link joins two different tiers, got {self.between!r}")
         name = "-".join(self.between)
-        _check_number(f"bandwidth_bytes_per_second of {name}", self.bandwidth_bytes_per_second, positive=True)
+        _check_number(
+            f"bandwidth_bytes_per_second of {name}", self.bandwidth_bytes_per_second, positive=True
+        )
         _check_number(f"latency_seconds of {name}", self.latency_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecProfile:
-    """What packing the tensors that cross a link saves and costs, per byte of the tensor before packing."""
+    """What packing tensors for a link saves and costs, per byte of the tensor before packing."""
 
     bytes_ratio: float
     """Bytes on the wire for each byte of the tensor."""
@@ -118,7 +121,9 @@ class CodecProfile:
             for tier, seconds in getattr(self, name).items():
                 _check_number(f"{name} of tier {tier}", seconds)
         if self.accuracy_loss is not None:
-            _check_number("accuracy_loss", abs(self.accuracy_loss) if _is_number(self.accuracy_loss) else -1)
+            _check_number(
+                "accuracy_loss", abs(self.accuracy_loss) if _is_number(self.accuracy_loss) else -1
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +141,8 @@ class Profile:
     codecs: Mapping[str, CodecProfile] = field(default_factory=dict)
     """By the codec's name; those that are not named have the planner's default figures."""
     optimizer_state_bytes: int | None = None
-    """What the optimizer keeps on the owner; `None` if unknown, the planner then takes twice the parameters (Adam)."""
+    """What the optimizer keeps on the owner; `None` if unknown, the planner then takes twice the
+    parameters (Adam)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiers", dict(self.tiers))
@@ -153,10 +159,15 @@ class Profile:
         if self.data_tier not in names:
             raise ValueError(f"the data tier {self.data_tier!r} is not among the tiers {names}")
         for layer in self.layers:
-            for what, times in (("forward", layer.forward_seconds), ("backward", layer.backward_seconds)):
+            for what, times in (
+                ("forward", layer.forward_seconds),
+                ("backward", layer.backward_seconds),
+            ):
                 missing = [name for name in names if name not in times]
                 if missing:
-                    raise ValueError(f"layer {layer.name!r} has no {what} time for tier {missing[0]!r}")
+                    raise ValueError(
+                        f"layer {layer.name!r} has no {what} time for tier {missing[0]!r}"
+                    )
         _ = self.topology  # refuses links to strangers and tiers that no link reaches
 
     @property
@@ -211,8 +222,12 @@ class Profile:
                     "name": layer.name,
                     "output_bytes_per_sample": layer.output_bytes_per_sample,
                     "parameter_bytes": layer.parameter_bytes,
-                    "forward_seconds": {t: time.to_dict() for t, time in layer.forward_seconds.items()},
-                    "backward_seconds": {t: time.to_dict() for t, time in layer.backward_seconds.items()},
+                    "forward_seconds": {
+                        t: time.to_dict() for t, time in layer.forward_seconds.items()
+                    },
+                    "backward_seconds": {
+                        t: time.to_dict() for t, time in layer.backward_seconds.items()
+                    },
                 }
                 for layer in self.layers
             ],
@@ -244,7 +259,9 @@ class Profile:
                     name: TierProfile(
                         optimizer_seconds=tier.get("optimizer_seconds", 0.0),
                         memory_bytes=tier.get("memory_bytes"),
-                        loss_seconds=_time(tier.get("loss_seconds", {"fixed": 0.0, "per_sample": 0.0})),
+                        loss_seconds=_time(
+                            tier.get("loss_seconds", {"fixed": 0.0, "per_sample": 0.0})
+                        ),
                     )
                     for name, tier in data["tiers"].items()
                 },
@@ -253,8 +270,12 @@ class Profile:
                         name=str(layer["name"]),
                         output_bytes_per_sample=layer["output_bytes_per_sample"],
                         parameter_bytes=layer["parameter_bytes"],
-                        forward_seconds={t: _time(time) for t, time in layer["forward_seconds"].items()},
-                        backward_seconds={t: _time(time) for t, time in layer["backward_seconds"].items()},
+                        forward_seconds={
+                            t: _time(time) for t, time in layer["forward_seconds"].items()
+                        },
+                        backward_seconds={
+                            t: _time(time) for t, time in layer["backward_seconds"].items()
+                        },
                     )
                     for layer in data["layers"]
                 ),
@@ -266,7 +287,9 @@ class Profile:
                     )
                     for link in data["links"]
                 ),
-                codecs={name: CodecProfile(**codec) for name, codec in data.get("codecs", {}).items()},
+                codecs={
+                    name: CodecProfile(**codec) for name, codec in data.get("codecs", {}).items()
+                },
                 optimizer_state_bytes=data.get("optimizer_state_bytes"),
             )
         except (KeyError, TypeError, AttributeError) as error:
@@ -292,4 +315,6 @@ def _check_number(name: str, value: float, *, positive: bool = False) -> None:
     if not _is_number(value):
         raise ValueError(f"`{name}` must be a number {least}, got {value!r}")
     if not math.isfinite(value) or value < 0 or (positive and value == 0):
-        raise ValueError(f"`{name}` must be a finite number {least}, got {value!r}; measure it again")
+        raise ValueError(
+            f"`{name}` must be a finite number {least}, got {value!r}; measure it again"
+        )

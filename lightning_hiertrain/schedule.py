@@ -19,7 +19,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one tier does in a training step: the first `num_layers` layers on `num_samples` samples."""
+    """What one tier does in a step: the first `num_layers` layers on `num_samples` samples."""
 
     num_layers: int
     num_samples: int
@@ -34,9 +34,9 @@ class Share:
 class Schedule:
     """Roles, cuts and shares of one training step.
 
-    The owner's `num_layers` is the whole chain; a prefix worker with no samples has no layers. The rows of a mini-batch
-    are dealt out in a fixed order, the owner's first, then the prefix workers' by depth, so that the owner can append
-    the activations that arrive at a cut below its own.
+    The owner's `num_layers` is the whole chain; a prefix worker with no samples has no layers. The
+    rows of a mini-batch are dealt out in a fixed order, the owner's first, then the prefix workers'
+    by depth, so that the owner can append the activations that arrive at a cut below its own.
     """
 
     owner: str
@@ -48,48 +48,62 @@ class Schedule:
     predicted_seconds: float | None = None
     """The planner's prediction for one step."""
     codecs: Mapping[str, str] = field(default_factory=dict)
-    """By prefix worker: how activations and their gradients are packed on the way to and from the owner.
+    """By prefix worker: how activations and their gradients are packed on the way.
 
     A prefix worker that is not named sends them as they are, as does one whose codec is `"none"`.
     """
     num_chunks: int = 1
-    """Parts into which each prefix worker splits its rows, so that it computes one while another travels."""
+    """Parts into which each prefix worker splits its rows, so that it computes one while another
+    travels."""
     optimality_gap: float | None = None
-    """Relative distance to the proven bound where a time limit ended the planner early; 0 where it proved the optimum."""
+    """Relative distance to the proven bound where a time limit ended the planner early; 0 where it
+    proved the optimum."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shares", dict(self.shares))
         object.__setattr__(self, "codecs", dict(self.codecs))
         if self.owner not in self.shares:
-            raise ValueError(f"the owner {self.owner!r} has no share; shares are given for {list(self.shares)}")
+            raise ValueError(
+                f"the owner {self.owner!r} has no share; shares are given for {list(self.shares)}"
+            )
         if self.num_layers < 1 or self.batch_size < 1:
             raise ValueError(
-                f"the owner must run at least one layer and the mini-batch hold at least one sample, got "
-                f"{self.num_layers} layers and {self.batch_size} samples"
+                "the owner must run at least one layer and the mini-batch hold at least one "
+                f"sample, got {self.num_layers} layers and {self.batch_size} samples"
             )
         for tier, share in self.shares.items():
             if share.num_layers > self.num_layers:
                 raise ValueError(
-                    f"tier {tier!r} runs {share.num_layers} layers and the owner {self.owner!r} only "
-                    f"{self.num_layers}; the owner runs the whole chain"
+                    f"tier {tier!r} runs {share.num_layers} layers and the owner {self.owner!r} "
+                    f"only {self.num_layers}; the owner runs the whole chain"
                 )
             if tier != self.owner and (share.num_layers == 0) != (share.num_samples == 0):
                 raise ValueError(
                     f"tier {tier!r} has {share.num_layers} layers and {share.num_samples} samples; "
                     "a prefix worker has both or neither"
                 )
-        if not isinstance(self.num_chunks, int) or isinstance(self.num_chunks, bool) or self.num_chunks < 1:
-            raise ValueError(f"`num_chunks` must be a whole number of at least 1, got {self.num_chunks!r}")
+        if (
+            not isinstance(self.num_chunks, int)
+            or isinstance(self.num_chunks, bool)
+            or self.num_chunks < 1
+        ):
+            raise ValueError(
+                f"`num_chunks` must be a whole number of at least 1, got {self.num_chunks!r}"
+            )
         for tier, codec in self.codecs.items():
             if tier not in self.shares or tier == self.owner or not isinstance(codec, str):
                 raise ValueError(
-                    f"the codec {codec!r} is given for {tier!r}; codecs are words, for tiers other than the owner, "
-                    f"among {list(self.shares)}"
+                    f"the codec {codec!r} is given for {tier!r}; codecs are words, for tiers "
+                    f"other than the owner, among {list(self.shares)}"
                 )
         for name in ("predicted_seconds", "optimality_gap"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and math.isfinite(value) and value >= 0):
-                raise ValueError(f"`{name}` must be a finite number of at least 0 or nothing, got {value!r}")
+            if value is not None and not (
+                _is_number(value) and math.isfinite(value) and value >= 0
+            ):
+                raise ValueError(
+                    f"`{name}` must be a finite number of at least 0 or nothing, got {value!r}"
+                )
 
     @property
     def num_layers(self) -> int:
@@ -104,13 +118,16 @@ class Schedule:
     @property
     def prefix_workers(self) -> tuple[str, ...]:
         """The tiers with samples other than the owner, shallowest first, ties in order of rank."""
-        workers = [tier for tier, share in self.shares.items() if tier != self.owner and share.num_samples]
+        workers = [
+            tier for tier, share in self.shares.items() if tier != self.owner and share.num_samples
+        ]
         return tuple(sorted(workers, key=lambda tier: self.shares[tier].num_layers))
 
     def rows(self, num_samples: int) -> dict[str, slice]:
-        """Deals out the rows of a mini-batch that may be smaller than `batch_size`, in proportion to the shares.
+        """Deals out the rows of a mini-batch, which may be smaller, in proportion to the shares.
 
-        Every tier computes the same answer: whole parts first, then the largest remainders, ties in row order.
+        Every tier computes the same answer: whole parts first, then the largest remainders, ties in
+        row order.
 
         Args:
             num_samples: Rows in the mini-batch at hand.
@@ -131,14 +148,17 @@ class Schedule:
         return rows
 
     def grid(self) -> str:
-        """Draws the schedule as a table with one line a tier; `#` marks the layers that a tier runs."""
+        """Draws the schedule, one line a tier; `#` marks the layers that a tier runs."""
         width = max(len(tier) for tier in self.shares)
         lines = [f"{'tier':<{width}}  role    samples  layers"]
         for tier, share in self.shares.items():
             role = "owner" if tier == self.owner else "prefix" if share.num_samples else "idle"
             depth = share.num_layers
             bar = "#" * depth + "." * (self.num_layers - depth)
-            lines.append(f"{tier:<{width}}  {role:<6}  {share.num_samples:>7}  {bar} {depth}/{self.num_layers}")
+            lines.append(
+                f"{tier:<{width}}  {role:<6}  {share.num_samples:>7}  "
+                f"{bar} {depth}/{self.num_layers}"
+            )
         return "\n".join(lines)
 
     def to_json(self, path: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Codecs that may pack the tensors on a link, and what the planner assumes of those that were not measured."""
+"""Codecs that may pack the tensors on a link, and what is assumed of those not measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _FIGURES = {
     "int8+zstd": (0.2, 4e-9),
     **{f"minmax{bits}": (0.8 * bits / 32, 1e-8) for bits in range(2, 9)},
 }
-"""Ratio of bytes, and seconds per byte to pack or to unpack, on any tier: guesses until a profile holds better ones."""
+"""Ratio of bytes, and seconds per byte to pack or to unpack, on any tier: guesses until a profile
+holds better ones."""
 
 
 def codec_profile(profile: Profile, name: str) -> CodecProfile:
@@ -34,8 +35,8 @@ def codec_profile(profile: Profile, name: str) -> CodecProfile:
         return profile.codecs[name]
     if name not in _FIGURES:
         raise ValueError(
-            f"the codec {name!r} is unknown; the codecs are {sorted({*_FIGURES, *profile.codecs})}, and a profile may "
-            "name more"
+            f"the codec {name!r} is unknown; the codecs are "
+            f"{sorted({*_FIGURES, *profile.codecs})}, and a profile may name more"
         )
     ratio, seconds = _FIGURES[name]
     return CodecProfile(
@@ -46,7 +47,7 @@ def codec_profile(profile: Profile, name: str) -> CodecProfile:
 
 
 def quantisers_within(profile: Profile, accuracy_loss_limit: float) -> tuple[str, ...]:
-    """Returns JALAD's codecs whose measured accuracy loss keeps to the limit; 8 bits alone if none was measured."""
+    """Returns JALAD's codecs within the limit; 8 bits alone if none was measured."""
     measured = [name for name in QUANTISERS if _loss(profile, name) is not None]
     if not measured:
         return (QUANTISERS[-1],)
@@ -56,7 +57,7 @@ def quantisers_within(profile: Profile, accuracy_loss_limit: float) -> tuple[str
 def allowed_codecs(
     profile: Profile, compression: bool | Iterable[str], accuracy_loss_limit: float
 ) -> tuple[str, ...]:
-    """Returns the codecs that a plan may use: always `none`, and with compression those within the limit.
+    """Returns the codecs that a plan may use: `none`, and with compression those within the limit.
 
     Raises:
         ValueError: If a codec is unknown.
@@ -69,7 +70,9 @@ def allowed_codecs(
         names = (NONE, *compression)
     names = tuple(dict.fromkeys(names))
     return tuple(
-        name for name in names if (codec_profile(profile, name).accuracy_loss or 0.0) <= accuracy_loss_limit
+        name
+        for name in names
+        if (codec_profile(profile, name).accuracy_loss or 0.0) <= accuracy_loss_limit
     )
 
 

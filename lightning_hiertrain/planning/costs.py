@@ -1,4 +1,4 @@
-"""What one schedule costs: the step's time and the phases that make it up, as docs/cost_model.md defines them."""
+"""What one schedule costs: the step's time and its phases, as docs/cost_model.md defines them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ class Prediction:
 
     step_seconds: float
     input_seconds: float
-    """Until the last tier has its samples; with overlap they travel during the step before and this is 0."""
+    """Until the last tier has its samples; with overlap they travel during the step before and this
+    is 0."""
     forward_seconds: float
     """Until the owner has the outputs of the whole mini-batch, inputs included."""
     loss_seconds: float
     backward_seconds: float
-    """Until the owner and every prefix worker has its gradients; with overlap until the owner has them all."""
+    """Until the owner and every prefix worker has its gradients; with overlap until the owner has
+    them all."""
     update_seconds: float
-    """Gradients of shared layers to the owner, the optimizer's step, weights back; with overlap the optimizer alone."""
+    """Gradients of shared layers to the owner, the optimizer's step, weights back; with overlap the
+    optimizer alone."""
     optimizer_seconds: float
     """The part of `update_seconds` that is the optimizer's."""
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
-    """How long each tier computes and each link carries, by tier (`edge`) and direction (`edge>cloud`)."""
+    """How long each tier computes and each link carries, by tier (`edge`) and direction
+    (`edge>cloud`)."""
 
     @property
     def busiest(self) -> str:
@@ -44,7 +48,8 @@ def predict(
     Args:
         profile: What was measured.
         schedule: The plan, from `plan` or made by hand.
-        overlap: Whether transfers overlap with computation, docs/cost_model.md section 3; else section 2.
+        overlap: Whether transfers overlap with computation, docs/cost_model.md section 3; else
+            section 2.
         topology: Which links there are; the profile's by default.
 
     Returns:
@@ -55,7 +60,9 @@ def predict(
     """
     _check_fit(profile, schedule)
     codecs = tuple(dict.fromkeys(("none", *schedule.codecs.values())))
-    instance = make_instance(profile, batch_size=schedule.batch_size, topology=topology, codecs=codecs)
+    instance = make_instance(
+        profile, batch_size=schedule.batch_size, topology=topology, codecs=codecs
+    )
     step = Step(instance, schedule)
     return step.overlapped() if overlap else step.plain()
 
@@ -63,13 +70,14 @@ def predict(
 def _check_fit(profile: Profile, schedule: Schedule) -> None:
     if schedule.num_layers != len(profile.layers):
         raise ValueError(
-            f"the schedule is for {schedule.num_layers} layers, the profile of {profile.model!r} has "
-            f"{len(profile.layers)}; plan again with this profile"
+            f"the schedule is for {schedule.num_layers} layers, the profile of "
+            f"{profile.model!r} has {len(profile.layers)}; plan again with this profile"
         )
     for tier in schedule.shares:
         if tier not in profile.tiers:
             raise ValueError(
-                f"the schedule names the tier {tier!r}, the profile's tiers are {list(profile.tiers)}; plan again"
+                f"the schedule names the tier {tier!r}, the profile's tiers are "
+                f"{list(profile.tiers)}; plan again with this profile"
             )
 
 
@@ -83,16 +91,21 @@ class Step:
         self.cut = {k: schedule.shares[i.names[k]].num_layers for k in self.workers}
         self.samples = {k: schedule.shares[i.names[k]].num_samples for k in self.workers}
         self.own_samples = schedule.shares[schedule.owner].num_samples
-        self.codec = {k: i.codecs.index(schedule.codecs.get(i.names[k], "none")) for k in self.workers}
+        self.codec = {
+            k: i.codecs.index(schedule.codecs.get(i.names[k], "none")) for k in self.workers
+        }
         self.chunks = {k: min(schedule.num_chunks, self.samples[k]) for k in self.workers}
 
     def rows_at(self, layer: int) -> int:
-        """Samples that the owner carries through layer `layer`: its own and those whose cut lies below (n_k)."""
+        """Samples that the owner carries through a layer: its own and those cut below it (n_k)."""
         return self.own_samples + sum(b for k, b in self.samples.items() if self.cut[k] < layer)
 
     def owner_seconds(self, cut: int, what: str) -> float:
         """The owner's time for layers cut+1..N, L^f_o or L^b_o at n_k samples."""
-        fixed, slope = getattr(self.instance, f"{what}_fixed"), getattr(self.instance, f"{what}_slope")
+        fixed, slope = (
+            getattr(self.instance, f"{what}_fixed"),
+            getattr(self.instance, f"{what}_slope"),
+        )
         total = 0.0
         for layer in range(cut + 1, self.instance.num_layers + 1):
             rows = self.rows_at(layer)
@@ -101,9 +114,14 @@ class Step:
                 total += rows * (slope[self.owner, layer] - slope[self.owner, layer - 1])
         return float(total)
 
-    def worker_seconds(self, k: int, what: str, *, first: int = 1, rows: float | None = None) -> float:
+    def worker_seconds(
+        self, k: int, what: str, *, first: int = 1, rows: float | None = None
+    ) -> float:
         """Prefix worker k's time for layers first..m_k on `rows` samples, b_k by default."""
-        fixed, slope = getattr(self.instance, f"{what}_fixed"), getattr(self.instance, f"{what}_slope")
+        fixed, slope = (
+            getattr(self.instance, f"{what}_fixed"),
+            getattr(self.instance, f"{what}_slope"),
+        )
         rows = self.samples[k] if rows is None else rows
         m = self.cut[k]
         return float(fixed[k, m] - fixed[k, first - 1] + rows * (slope[k, m] - slope[k, first - 1]))
@@ -122,7 +140,7 @@ class Step:
         return float(self.samples[t] * i.output[0])
 
     def together(self, k: int, sizes: Mapping[tuple[int, int], float]) -> float:
-        """Equation (1): the time of the k-th of several transfers that start together and share links."""
+        """Equation (1): the k-th of several transfers that start together and share links."""
         i = self.instance
         x, y = list(sizes)[k]
         if not sizes[x, y]:
@@ -134,7 +152,8 @@ class Step:
         """Equation (2): when each tier has its samples."""
         sizes = {(self.instance.data, t): self.input_bytes(t) for t in (self.owner, *self.workers)}
         return {
-            way[1]: self.together(index, sizes) if way[0] != way[1] else 0.0 for index, way in enumerate(sizes)
+            way[1]: self.together(index, sizes) if way[0] != way[1] else 0.0
+            for index, way in enumerate(sizes)
         }
 
     def plain(self) -> Prediction:
@@ -147,7 +166,9 @@ class Step:
         for k in self.workers:
             size, c = self.activation_bytes(k), self.codec[k]
             sent = size * i.encode[c, k] + i.latency[k, o] + size * i.ratio[c] / i.rate[k, o]
-            arrival = inputs[k] + self.worker_seconds(k, "forward") + sent + size * i.decode[c, o]  # (3)
+            arrival = (
+                inputs[k] + self.worker_seconds(k, "forward") + sent + size * i.decode[c, o]
+            )  # (3)
             forward = max(forward, arrival + self.owner_seconds(self.cut[k], "forward"))  # (4)
             returned = size * i.encode[c, o] + i.latency[o, k] + size * i.ratio[c] / i.rate[o, k]
             done = returned + size * i.decode[c, k] + self.worker_seconds(k, "backward")
@@ -170,17 +191,18 @@ class Step:
         )
 
     def first_cut(self) -> int:
-        """Where the owner's own path begins: at its first layer, or without samples at the shallowest cut."""
+        """Where the owner begins: at its first layer, or without samples at the shallowest cut."""
         return 0 if self.own_samples or not self.workers else min(self.cut.values())
 
     def layerwise(self, k: int, layer: int, *, upward: bool) -> float:
-        """Equation (9): the time for the parameters of layers 1..layer between prefix worker k and the owner."""
+        """Equation (9): the parameters of layers 1..layer between prefix worker k and the owner."""
         i, o = self.instance, self.owner
         if not i.parameters[layer]:
             return 0.0
         way = (k, o) if upward else (o, k)
         load = sum(
-            i.parameters[min(layer, self.cut[j])] * i.crosses[(j, o) if upward else (o, j)] for j in self.workers
+            i.parameters[min(layer, self.cut[j])] * i.crosses[(j, o) if upward else (o, j)]
+            for j in self.workers
         )
         return float(i.latency[way] + (load / i.link_rate)[i.crosses[way]].max())
 
@@ -191,7 +213,10 @@ class Step:
         forward = self.owner_seconds(start, "forward")
         backward = self.owner_seconds(start, "backward")
         for k in self.workers:
-            rest, rest_back = self.owner_seconds(self.cut[k], "forward"), self.owner_seconds(self.cut[k], "backward")
+            rest, rest_back = (
+                self.owner_seconds(self.cut[k], "forward"),
+                self.owner_seconds(self.cut[k], "backward"),
+            )
             forward = max(forward, self.chunked_arrival(k) + rest)  # (11)
             backward = max(backward, rest_back + self.chunked_return(k))  # (12)
         loss, optimizer = float(i.loss[o]), float(i.optimizer[o])
@@ -209,7 +234,7 @@ class Step:
         )
 
     def chunked_arrival(self, k: int) -> float:
-        """Equation (10): when prefix worker k's activations are on the owner, weights arriving layer by layer."""
+        """Equation (10): when prefix worker k's activations are all on the owner."""
         i, o, c, chunks = self.instance, self.owner, self.codec[k], self.chunks[k]
         rows, size = self.samples[k] / chunks, self.activation_bytes(k)
         encode, sending = size * i.encode[c, k], size * i.ratio[c] / i.rate[k, o]
@@ -222,7 +247,7 @@ class Step:
         return float(latest + i.latency[k, o] + size * i.decode[c, o] / chunks)
 
     def chunked_return(self, k: int) -> float:
-        """Equation (12): from when the owner has the gradient at cut m_k until it has those of layers 1..m_k."""
+        """Equation (12): from the gradient at cut m_k to those of layers 1..m_k on the owner."""
         i, o, c, chunks = self.instance, self.owner, self.codec[k], self.chunks[k]
         rows, size = self.samples[k] / chunks, self.activation_bytes(k)
         sending, computing = (
@@ -249,7 +274,9 @@ class Step:
         for k in self.workers:
             rows, size, c = self.samples[k] / chunks[k], self.activation_bytes(k), self.codec[k]
             packing = size * (i.encode[c] + i.decode[c])
-            computing = self.worker_seconds(k, "forward", rows=rows) + self.worker_seconds(k, "backward", rows=rows)
+            computing = self.worker_seconds(k, "forward", rows=rows) + self.worker_seconds(
+                k, "backward", rows=rows
+            )
             tiers[k] += float(chunks[k] * computing + packing[k])
             tiers[o] += float(packing[o])
             load = load + self.input_bytes(k) * i.crosses[i.data, k]

@@ -1,12 +1,13 @@
 """A profile as arrays: prefix sums over layers, and what every route between two tiers carries.
 
-Legend, as in docs/cost_model.md. Tiers are numbered by rank, t = 0..T-1; cuts by the layer before them, m = 0..N.
+Legend, as in docs/cost_model.md. Tiers are numbered by rank, t = 0..T-1; cuts by the layer before
+them, m = 0..N.
 
-    forward_fixed[t, m], forward_slope[t, m]    sum over layers 1..m of the fixed and per-sample parts of L^f_t
-    output[m]                                   O_m, bytes a sample at cut m; output[0] = Q
-    parameters[m]                               P_1 + .. + P_m
-    rate[x, y], latency[x, y]                   W_xy and a_xy on the route from x to y
-    crosses[x, y, e]                            whether that route crosses the directed link e
+    forward_fixed[t, m], forward_slope[t, m]    sum over layers 1..m of the fixed and per-sample
+    parts of L^f_t output[m]                                   O_m, bytes a sample at cut m;
+    output[0] = Q parameters[m]                               P_1 + .. + P_m rate[x, y], latency[x,
+    y]                   W_xy and a_xy on the route from x to y crosses[x, y, e]
+    whether that route crosses the directed link e
 """
 
 from __future__ import annotations
@@ -70,14 +71,19 @@ class Instance:
 
 
 def make_instance(
-    profile: Profile, *, batch_size: int, topology: Topology | None = None, codecs: tuple[str, ...] = ("none",)
+    profile: Profile,
+    *,
+    batch_size: int,
+    topology: Topology | None = None,
+    codecs: tuple[str, ...] = ("none",),
 ) -> Instance:
     """Turns a profile into arrays.
 
     Args:
         profile: What was measured.
         batch_size: Samples in the mini-batch.
-        topology: Which links there are; the profile's by default. Each of its links needs a measurement.
+        topology: Which links there are; the profile's by default. Each of its links needs a
+            measurement.
         codecs: Names of the codecs that may be used.
 
     Raises:
@@ -92,7 +98,9 @@ def make_instance(
         return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=float))])
 
     def part(what: str, attribute: str) -> Floats:
-        times: list[list[AffineTime]] = [[getattr(layer, what)[t] for layer in profile.layers] for t in names]
+        times: list[list[AffineTime]] = [
+            [getattr(layer, what)[t] for layer in profile.layers] for t in names
+        ]
         return np.stack([sums([getattr(time, attribute) for time in row]) for row in times])
 
     parameters = sums([layer.parameter_bytes for layer in profile.layers])
@@ -106,7 +114,11 @@ def make_instance(
         backward_fixed=part("backward_seconds", "fixed"),
         backward_slope=part("backward_seconds", "per_sample"),
         output=np.array(
-            [profile.input_bytes_per_sample, *(layer.output_bytes_per_sample for layer in profile.layers)], float
+            [
+                profile.input_bytes_per_sample,
+                *(layer.output_bytes_per_sample for layer in profile.layers),
+            ],
+            float,
         ),
         parameters=parameters,
         target=float(profile.target_bytes_per_sample),
@@ -121,8 +133,12 @@ def make_instance(
         crosses=crosses,
         codecs=codecs,
         ratio=np.array([codec.bytes_ratio for codec in figures]),
-        encode=np.array([[codec.encode_seconds_per_byte.get(t, 0.0) for t in names] for codec in figures]),
-        decode=np.array([[codec.decode_seconds_per_byte.get(t, 0.0) for t in names] for codec in figures]),
+        encode=np.array(
+            [[codec.encode_seconds_per_byte.get(t, 0.0) for t in names] for codec in figures]
+        ),
+        decode=np.array(
+            [[codec.decode_seconds_per_byte.get(t, 0.0) for t in names] for codec in figures]
+        ),
     )
 
 
@@ -135,14 +151,14 @@ def _checked(profile: Profile, topology: Topology | None) -> Topology:
         return profile.topology
     if topology.names != tuple(profile.tiers):
         raise ValueError(
-            f"the topology has the tiers {list(topology.names)} and the profile {list(profile.tiers)}; "
-            "they must be the same, in the same order"
+            f"the topology has the tiers {list(topology.names)} and the profile "
+            f"{list(profile.tiers)}; they must be the same, in the same order"
         )
     for link in topology.links:
         if profile.link(*link.between) is None:
             raise ValueError(
-                f"the topology has the link {link.name!r}, which the profile has not; its links are "
-                f"{['-'.join(link.between) for link in profile.links]}; profile the links again"
+                f"the topology has the link {link.name!r}, which the profile has not; its links "
+                f"are {['-'.join(link.between) for link in profile.links]}; profile the links again"
             )
     return topology
 
@@ -152,14 +168,20 @@ def _routes(
 ) -> tuple[tuple[tuple[str, str], ...], Floats, Floats, Floats, Bools]:
     links = tuple(way for link in topology.links for way in (link.between, link.between[::-1]))
     measured = [profile.link(*way) for way in links]
-    link_rate = np.array([link.bandwidth_bytes_per_second for link in measured if link is not None], float)
+    link_rate = np.array(
+        [link.bandwidth_bytes_per_second for link in measured if link is not None], float
+    )
     link_latency = np.array([link.latency_seconds for link in measured if link is not None], float)
     size = len(names)
     rate, latency = np.full((size, size), np.inf), np.zeros((size, size))
     crosses = np.zeros((size, size, len(links)), bool)
     for x, source in enumerate(names):
         for y, target in enumerate(names):
-            hops = [links.index(hop) for hop in pairwise(topology.route(source, target))] if x != y else []
+            hops = (
+                [links.index(hop) for hop in pairwise(topology.route(source, target))]
+                if x != y
+                else []
+            )
             if hops:
                 crosses[x, y, hops] = True
                 rate[x, y] = link_rate[hops].min()

@@ -1,9 +1,9 @@
-"""The mixed-integer programme, in CVXPY and solved by SCIP, over the few sets of roles and cuts that the search leaves.
+"""The mixed-integer programme over what the search leaves, in CVXPY and solved by SCIP.
 
-A slot holds one choice of roles, cuts and codecs; SCIP picks one slot and whole shares for it. Because every share
-belongs to a slot, the relaxation is the convex hull of the slots, which is what makes it quick. The programme is
-compiled once for each shape and its coefficients are parameters, so that another profile or bandwidth solves it again
-without compiling.
+A slot holds one choice of roles, cuts and codecs; SCIP picks one slot and whole shares for it.
+Because every share belongs to a slot, the relaxation is the convex hull of the slots, which is what
+makes it quick. The programme is compiled once for each shape and its coefficients are parameters,
+so that another profile or bandwidth solves it again without compiling.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from lightning_hiertrain.errors import PlanningError
-from lightning_hiertrain.planning.instance import Bools, Floats, Ints
-from lightning_hiertrain.planning.paths import BACKWARD, BUSY, FORWARD, MEMORY, Paths
+from lightning_hiertrain.planning.boxes import BACKWARD, BUSY, FORWARD, MEMORY, Boxes, Paths
+from lightning_hiertrain.planning.instance import Floats, Ints
 
 _SCALE = 1000.0
-"""The incumbent's time in the programme's units, so that SCIP's absolute tolerance is a relative one of 1e-9."""
+"""The incumbent's time in the programme's units, so that SCIP's absolute tolerance is a relative
+one of 1e-9."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +28,7 @@ class Slots:
     """Choices of roles, cuts and codecs with their exact paths."""
 
     paths: Paths
-    least: Ints
-    live: Bools
+    boxes: Boxes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,18 +43,29 @@ class Solved:
     """As SCIP reports it; 0 if it proved its solution optimal."""
 
 
-def solve(slots: Slots, *, batch_size: int, scale: float, time_limit_seconds: float | None = None) -> Solved:
-    """Finds the best slot and shares.
+def solve(
+    slots: Slots, *, batch_size: int, scale: float, time_limit_seconds: float | None = None
+) -> Solved | None:
+    """Finds the best slot and shares, or `None` if no shares fit into memory in any slot.
 
     Raises:
-        PlanningError: If SCIP finds no solution.
+        PlanningError: If SCIP fails, or finds nothing in time.
     """
-    kept = {kind: _undominated(slots, kind, batch_size) for kind in (FORWARD, BACKWARD, BUSY, MEMORY)}
-    count, num_tiers = slots.least.shape
+    kept = {
+        kind: _undominated(slots, kind, batch_size) for kind in (FORWARD, BACKWARD, BUSY, MEMORY)
+    }
+    count, num_tiers = slots.boxes.least.shape
     shape = tuple(_rounded_up(len(rows[0])) if rows else 0 for rows in kept.values())
     template = _template(1 << (count - 1).bit_length(), num_tiers, shape)
     template.fill(slots, kept, batch_size=batch_size, scale=scale)
     return template.solve(count, scale, time_limit_seconds)
+
+
+def _cvxpy() -> Any:
+    """Imports CVXPY when it is first needed; untyped, as its functions are not exported by name."""
+    import cvxpy
+
+    return cvxpy
 
 
 def _rounded_up(length: int) -> int:
@@ -62,19 +73,20 @@ def _rounded_up(length: int) -> int:
 
 
 def _undominated(slots: Slots, kind: int, batch_size: int) -> list[Ints]:
-    """For each slot its paths of this kind that are the worst somewhere, as far as a look at the vertices tells."""
+    """For each slot its paths of this kind that no other covers at every vertex."""
     chosen = np.flatnonzero(slots.paths.kind == kind)
     if not len(chosen):
         return []
-    free = batch_size - slots.least.sum(axis=1)
-    values = slots.paths.at(slots.least)[:, chosen, None] + free[:, None, None] * slots.paths.slope[:, chosen]
+    free = (batch_size - slots.boxes.least.sum(axis=1))[:, None, None]
+    slope = slots.paths.slope[:, chosen]
+    values = slots.paths.at(slots.boxes.least)[:, chosen, None] + free * slope
+    order = np.arange(len(chosen))
     rows = []
     for slot in range(len(values)):
-        kept: list[int] = []
-        heights = values[slot][:, slots.live[slot]]
-        for path in np.argsort(-heights.sum(axis=1), kind="stable"):
-            if not any((heights[path] <= heights[other]).all() for other in kept):
-                kept.append(int(path))
+        heights = values[slot][:, slots.boxes.taking_part[slot]]
+        covers = (heights[:, None] >= heights[None]).all(axis=2)  # path i covers path j
+        covers &= ~covers.T | (order[:, None] < order)  # of two equal ones the first stays
+        kept = np.flatnonzero(~covers.any(axis=0))
         rows.append(chosen[kept])
     longest = max(len(row) for row in rows)
     return [np.concatenate([row, np.repeat(row[:1], longest - len(row))]) for row in rows]
@@ -89,11 +101,10 @@ class _Template:
     """A compiled programme; the numbers in comments are the equations of docs/cost_model.md."""
 
     def __init__(self, num_slots: int, num_tiers: int, shape: tuple[int, ...]) -> None:
-        import cvxpy as cp
-
+        cp = _cvxpy()
         self.num_slots, self.num_tiers, self.shape = num_slots, num_tiers, shape
-        self.chosen = cp.Variable(num_slots, boolean=True)
-        self.shares = cp.Variable((num_slots, num_tiers), integer=True)
+        self.chosen: Any = cp.Variable(num_slots, boolean=True)
+        self.shares: Any = cp.Variable((num_slots, num_tiers), integer=True)
         forward, backward, step = (cp.Variable(num_slots, nonneg=True) for _ in range(3))
         self.batch_size = cp.Parameter(nonneg=True)
         self.open = cp.Parameter(num_slots, nonneg=True)
@@ -104,8 +115,10 @@ class _Template:
         constraints = [
             cp.sum(self.chosen) == 1,  # (20) one slot is taken
             self.chosen <= self.open,
-            cp.sum(self.shares, axis=1) == self.batch_size * self.chosen,  # (21) its shares make up the mini-batch
-            self.shares >= cp.multiply(self.least, self.chosen[:, None]),  # (22) who takes part has samples,
+            cp.sum(self.shares, axis=1)
+            == self.batch_size * self.chosen,  # (21) its shares make up the mini-batch
+            self.shares
+            >= cp.multiply(self.least, self.chosen[:, None]),  # (22) who takes part has samples,
             self.shares <= cp.multiply(self.most, self.chosen[:, None]),  # who does not has none
             step >= forward + backward,  # (8), (14)
         ]
@@ -125,17 +138,19 @@ class _Template:
                 constraints.append(repeat @ step >= value)  # (13), (14)
             else:
                 constraints.append(value <= 0)  # (15)
-        self.problem = cp.Problem(cp.Minimize(cp.sum(step)), constraints)
+        self.problem: Any = cp.Problem(cp.Minimize(cp.sum(step)), constraints)
 
-    def fill(self, slots: Slots, kept: dict[int, list[Ints]], *, batch_size: int, scale: float) -> None:
+    def fill(
+        self, slots: Slots, kept: dict[int, list[Ints]], *, batch_size: int, scale: float
+    ) -> None:
         """Puts an instance's numbers in; unused slots are closed."""
-        count = len(slots.least)
+        count = len(slots.boxes)
         self.batch_size.value = float(batch_size)
         self.open.value = (np.arange(self.num_slots) < count).astype(float)
         least = np.zeros((self.num_slots, self.num_tiers))
-        least[:count] = slots.least
+        least[:count] = slots.boxes.least
         most = np.zeros_like(least)
-        most[:count] = np.where(slots.live, batch_size, slots.least)
+        most[:count] = slots.boxes.most
         self.least.value, self.most.value = least, most
         for (kind, rows), length in zip(kept.items(), self.shape, strict=True):
             if not length:
@@ -150,16 +165,21 @@ class _Template:
             self.constants[kind].value = constant.ravel()
             self.slopes[kind].value = slope.reshape(-1, self.num_tiers)
 
-    def solve(self, count: int, scale: float, time_limit_seconds: float | None) -> Solved:
-        import cvxpy as cp
-
-        settings: dict[str, Any] = {"limits/gap": 0.0, "numerics/feastol": 1e-9, "numerics/dualfeastol": 1e-9}
+    def solve(self, count: int, scale: float, time_limit_seconds: float | None) -> Solved | None:
+        cp = _cvxpy()
+        settings: dict[str, Any] = {
+            "limits/gap": 0.0,
+            "numerics/feastol": 1e-7,
+            "numerics/dualfeastol": 1e-7,
+        }
         if time_limit_seconds is not None:
             settings["limits/time"] = max(time_limit_seconds, 0.01)
         try:
             self.problem.solve(solver=cp.SCIP, scip_params=settings)
         except cp.error.SolverError as error:
             raise PlanningError(f"SCIP found no schedule: {error}") from error
+        if self.problem.status == cp.INFEASIBLE:
+            return None
         if self.chosen.value is None:
             raise PlanningError(f"SCIP found no schedule: it reports {self.problem.status!r}")
         model = self.problem.solver_stats.extra_stats["model"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from lightning_hiertrain import profiles as p
@@ -26,7 +28,9 @@ def random_profile(
         work = 0.0 if r.random() < 0.15 else 10 ** r.uniform(-5, -3)
         fixed = 0.0 if r.random() < 0.3 else fixed_scale * r.random()
 
-        def times(factor: float, work: float = work, fixed: float = fixed) -> dict[str, p.AffineTime]:
+        def times(
+            factor: float, work: float = work, fixed: float = fixed
+        ) -> dict[str, p.AffineTime]:
             return {
                 name: p.AffineTime(
                     fixed=float(fixed * r.uniform(0.3, 2)),
@@ -44,7 +48,7 @@ def random_profile(
                 backward_seconds=times(2.0),
             )
         )
-    order = [*zip(names, names[1:], strict=False)]
+    order = [*pairwise(names)]
     order += [
         (names[a], names[b])
         for a in range(len(names))

@@ -1,7 +1,8 @@
 """Exhaustive search: every owner, every cut, every share, with a cost function of its own.
 
-Written from the design's recursions, layer by layer and chunk by chunk; shares nothing with `lightning_hiertrain.planning`.
-The shares are vectors (one entry for each way to deal out the mini-batch), so that NumPy tries all of them at once.
+Written from the design's recursions, layer by layer and chunk by chunk; shares nothing with
+`lightning_hiertrain.planning`. The shares are vectors (one entry for each way to deal out the
+mini-batch), so that NumPy tries all of them at once.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Costs:
         return {k: seconds.get((d, k), 0.0 * total) for k in (self.o, *self.workers)}, sizes
 
     def stages(self, b):
-        """(first layer, last layer, samples) of the owner between the arrivals, shallowest worker first."""
+        """(first layer, last layer, samples) of the owner between arrivals, shallowest first."""
         rows, start, stages = b[self.o], 0, []
         for k in self.workers:
             stages.append((start + 1, self.cuts[k], rows))
@@ -141,7 +142,7 @@ class Costs:
         return forward + loss + backward + update
 
     def weights_at(self, k, depth, up):
-        """When layers 1..depth have travelled if all workers' layers travel in order, sharing links."""
+        """When layers 1..depth have travelled, all workers' in order and sharing links."""
         if not self.parameters(depth):
             return 0.0
         way = (k, self.o) if up else (self.o, k)
@@ -289,7 +290,12 @@ def exhaustive(
                     b.update(zip(taking, shares, strict=True))
                     for chosen in product(codecs, repeat=len(workers)):
                         costs = Costs(
-                            profile, owner, cuts, dict(zip(workers, chosen, strict=True)), chunks, figures
+                            profile,
+                            owner,
+                            cuts,
+                            dict(zip(workers, chosen, strict=True)),
+                            chunks,
+                            figures,
                         )
                         seconds = {
                             "plain": costs.plain,
