@@ -17,20 +17,24 @@ like a probe, at once.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_hiertrain.transport.wire import (
-    CHUNK_BYTES,
     Incoming,
     MalformedError,
     Message,
     Outgoing,
 )
 
-WINDOW_BYTES = 16 * CHUNK_BYTES
-"""How much of a flow may be on its way, unacknowledged."""
+MIN_WINDOW_BYTES = 256 << 10
+MAX_WINDOW_BYTES = 16 << 20
+_FIRST_WINDOW_BYTES = 1 << 20
+_WINDOW_SECONDS = 1.0
+_CHUNKS_PER_WINDOW = 8
+_MAX_CHUNK_BYTES = 1 << 20
+_MEASURED_SECONDS = 0.5
 
 
 @dataclass(kw_only=True)
@@ -57,7 +61,11 @@ class OutFlow:
         self.num_acknowledged = 0
         self._unacknowledged: deque[Chunk] = deque()
         self._in_flight_bytes = 0
-        self._cutter: Iterator[Chunk] | None = None
+        self._window_bytes = _FIRST_WINDOW_BYTES
+        self._measured_bytes = 0
+        self._measured_since = 0.0
+        self._cut_message: Outgoing | None = None
+        self._left_bytes = 0
         self._replay_from: int | None = None
 
     @property
@@ -75,10 +83,12 @@ class OutFlow:
                 self.num_replayed += 1
                 return chunk
             self._replay_from = None
-        if self._in_flight_bytes >= WINDOW_BYTES:
+        if self._in_flight_bytes >= self._window_bytes:
             return None
         new = self._cut()
         if new is not None:
+            if not self._in_flight_bytes:
+                self._measured_bytes, self._measured_since = 0, time.monotonic()
             self.sent = new.sequence
             self._in_flight_bytes += new.num_bytes
             self._unacknowledged.append(new)
@@ -100,37 +110,46 @@ class OutFlow:
         while self._unacknowledged and self._unacknowledged[0].sequence <= received:
             chunk = self._unacknowledged.popleft()
             self._in_flight_bytes -= chunk.num_bytes
+            self._measured_bytes += chunk.num_bytes
             self.num_acknowledged += 1
             if chunk.message_bytes is not None:
                 num_messages += 1
                 num_bytes += chunk.message_bytes
+        self._adapt_window()
         if echo is not None and echo[1] == self.generation and received < min(echo[0], self.sent):
             self.generation += 1
             self._replay_from = received + 1
         return num_messages, num_bytes
 
+    def _adapt_window(self) -> None:
+        elapsed = time.monotonic() - self._measured_since
+        enough = self._measured_bytes >= self._window_bytes // 4
+        if not enough and not (self._unacknowledged and elapsed > _MEASURED_SECONDS):
+            return  # a flow with little to send tells nothing about the link
+        window = _WINDOW_SECONDS * self._measured_bytes / max(elapsed, 1e-4)
+        self._window_bytes = int(min(max(window, MIN_WINDOW_BYTES), MAX_WINDOW_BYTES))
+        self._measured_bytes, self._measured_since = 0, time.monotonic()
+
     def _cut(self) -> Chunk | None:
-        if self._cutter is None:
+        lengths = None
+        if self._cut_message is None:
             if not self.queue:
                 return None
-            self._cutter = _chunks(self.queue.popleft(), self.sent)
-        chunk = next(self._cutter)
-        if chunk.message_bytes is not None:
-            self._cutter = None
-        return chunk
-
-
-def _chunks(message: Outgoing, sent: int) -> Iterator[Chunk]:
-    left = message.total_bytes
-    for index, views in enumerate(message.chunks(CHUNK_BYTES)):
+            self._cut_message = self.queue.popleft()
+            self._left_bytes = self._cut_message.total_bytes
+            lengths = (self._cut_message.head_bytes, self._left_bytes)
+        message = self._cut_message
+        views = message.take(min(self._window_bytes // _CHUNKS_PER_WINDOW, _MAX_CHUNK_BYTES))
         num_bytes = sum(view.nbytes for view in views)
-        left -= num_bytes
-        yield Chunk(
-            sequence=sent + index + 1,
+        self._left_bytes -= num_bytes
+        if not self._left_bytes:
+            self._cut_message = None
+        return Chunk(
+            sequence=self.sent + 1,
             views=views,
             num_bytes=num_bytes,
-            lengths=(message.head_bytes, message.total_bytes) if index == 0 else None,
-            message_bytes=message.total_bytes if left == 0 else None,
+            lengths=lengths,
+            message_bytes=None if self._left_bytes else message.total_bytes,
         )
 
 

@@ -27,6 +27,7 @@ import torch
 
 MAX_DEPTH = 100
 _NUMPY_KINDS = frozenset("biufcSUmM")
+_UNFIT = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 _BUILTINS = (dict, list, tuple, set, frozenset, str, bytes, int, float, complex)
 
 
@@ -58,8 +59,14 @@ def unpack(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
     """
     try:
         return _unpack(skeleton, tensors, 0)
-    except (KeyError, IndexError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"this is not a packed value: {error!r}") from error
+    except _UnpackError:
+        raise
+    except _UNFIT as error:
+        raise _UnpackError(f"this is not a packed value: {error!r}") from error
+
+
+class _UnpackError(ValueError):
+    """An error that says what is wrong."""
 
 
 class _Packer:
@@ -229,7 +236,7 @@ def _find(name: str) -> Any:
 def _find_class(name: str, check: Callable[[type], bool], what: str) -> Any:
     found = _find(name)
     if not isinstance(found, type) or not check(found):
-        raise ValueError(
+        raise _UnpackError(
             f"{name.replace(':', '.')} is not a {what} that this tier has imported; import its "
             "module on every tier"
         )
@@ -238,7 +245,7 @@ def _find_class(name: str, check: Callable[[type], bool], what: str) -> Any:
 
 def _unpack(skeleton: Any, tensors: list[torch.Tensor], depth: int) -> Any:
     if depth > 2 * MAX_DEPTH:
-        raise ValueError(
+        raise _UnpackError(
             f"this is not a packed value: it is nested deeper than {2 * MAX_DEPTH} levels"
         )
     if isinstance(skeleton, list):
@@ -251,7 +258,7 @@ def _unpack(skeleton: Any, tensors: list[torch.Tensor], depth: int) -> Any:
         return many(skeleton, lambda items: [_unpack(item, tensors, depth + 1) for item in items])
     leaf = _LEAVES.get(kind)
     if leaf is None:
-        raise ValueError(f"this is not a packed value: its kind is {kind!r}")
+        raise _UnpackError(f"this is not a packed value: its kind is {kind!r}")
     return leaf(skeleton, tensors)
 
 
@@ -262,7 +269,7 @@ def _namedtuple(skeleton: Any, many: _Many) -> Any:
     kind = _find_class(skeleton["class"], _is_namedtuple, "named tuple")
     items = many(skeleton["items"])
     if len(items) != len(kind._fields):
-        raise ValueError(
+        raise _UnpackError(
             f"{kind.__name__} has {len(kind._fields)} fields here, and {len(items)} arrived"
         )
     return tuple.__new__(kind, items)
@@ -273,7 +280,7 @@ def _dataclass(skeleton: Any, many: _Many) -> Any:
     fields = skeleton["fields"]
     known = {field.name for field in dataclasses.fields(kind)}
     if not known.issuperset(fields):
-        raise ValueError(
+        raise _UnpackError(
             f"{kind.__name__} has the fields {sorted(known)} here, and {fields} arrived"
         )
     instance = object.__new__(kind)
@@ -292,14 +299,14 @@ def _enum(skeleton: Any, _: list[torch.Tensor]) -> Any:
     if "name" in skeleton:
         return kind.__members__[skeleton["name"]]
     if not issubclass(kind, Flag):
-        raise ValueError(f"{kind.__name__} has no member of the value {skeleton['value']!r}")
+        raise _UnpackError(f"{kind.__name__} has no member of the value {skeleton['value']!r}")
     return kind(int(skeleton["value"]))
 
 
 def _array(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
     dtype = np.dtype(str(skeleton["dtype"]))
     if dtype.kind not in _NUMPY_KINDS:
-        raise ValueError(f"this is not a packed value: an array of dtype {dtype}")
+        raise _UnpackError(f"this is not a packed value: an array of dtype {dtype}")
     raw = tensors[_position(skeleton)].numpy()
     return (
         raw.copy().view(dtype).reshape(skeleton["shape"])
@@ -311,20 +318,20 @@ def _array(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
 def _dtype(skeleton: Any, _: list[torch.Tensor]) -> torch.dtype:
     found = vars(torch).get(skeleton["name"])
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"this version of torch has no dtype {skeleton['name']!r}")
+        raise _UnpackError(f"this version of torch has no dtype {skeleton['name']!r}")
     return found
 
 
 def _position(skeleton: Any) -> int:
     at = skeleton["at"]
     if type(at) is not int or at < 0:
-        raise ValueError(f"this is not a packed value: a tensor at position {at!r}")
+        raise _UnpackError(f"this is not a packed value: a tensor at position {at!r}")
     return at
 
 
 def _float(skeleton: Any, _: list[torch.Tensor]) -> float:
     if skeleton["text"] not in ("nan", "inf", "-inf"):
-        raise ValueError(f"this is not a packed value: the number {skeleton['text']!r:.80}")
+        raise _UnpackError(f"this is not a packed value: the number {skeleton['text']!r:.80}")
     return float(skeleton["text"])
 
 

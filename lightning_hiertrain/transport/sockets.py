@@ -126,6 +126,7 @@ class Sockets:
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.CURVE_SECRETKEY, self._credentials.private_key.encode())
             router.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+            self._set_heartbeat(router)
             self._router = router
             self._poller.register(router, zmq.POLLIN)
         address = f"tcp://{_bracketed(host)}"
@@ -208,7 +209,10 @@ class Sockets:
         """Logs that frames of a neighbour were dropped, the first time for each kind."""
         if (neighbour, what) not in self._warned and len(self._warned) < _MAX_WARNINGS:
             self._warned.add((neighbour, what))
-            log.warning("dropped frames from tier %s: %s %s(said once)", neighbour, what, detail)
+            said = f"{what} {detail}".strip()
+            log.warning(
+                "dropped frames from tier %s: %s; more of this kind go unsaid", neighbour, said
+            )
 
     def close(self) -> None:
         """Closes every socket; what has been handed to them gets a moment to leave."""
@@ -229,18 +233,18 @@ class Sockets:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._credentials.public_key.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._credentials.private_key.encode())
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._credentials.neighbours[neighbour].encode())
-        if channel is Channel.CONTROL:
-            # Only here: on the data connection a heartbeat would wait behind a whole chunk, minutes
-            # on a slow link.
-            milliseconds = int(self._heartbeat_seconds * 1000)
-            socket.setsockopt(zmq.HEARTBEAT_IVL, max(100, milliseconds // 4))
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds)
-            socket.setsockopt(zmq.HEARTBEAT_TTL, milliseconds)
+        if channel is Channel.CONTROL:  # the data connection is made anew with it
+            self._set_heartbeat(socket)
         dialled.monitor = socket.get_monitor_socket(zmq.EVENT_ALL)
         dialled.socket = socket
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(dialled.monitor, zmq.POLLIN)
         socket.connect(dialled.address)
+
+    def _set_heartbeat(self, socket: zmq.Socket[bytes]) -> None:
+        milliseconds = int(self._heartbeat_seconds * 1000)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(100, milliseconds // 4))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds)
 
     def _watch_connection(self, neighbour: str, channel: Channel, dialled: _Dialled) -> None:
         while dialled.monitor is not None and dialled.monitor.poll(0):

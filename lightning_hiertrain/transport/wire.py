@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,6 @@ import torch
 
 from lightning_hiertrain.transport.packing import pack, unpack
 
-CHUNK_BYTES = 1 << 20
-"""What the sender puts into a chunk."""
 MAX_CHUNK_BYTES = 4 << 20
 """The largest chunk that a receiver takes."""
 MAX_HEAD_BYTES = 256 << 20
@@ -98,23 +95,19 @@ class Outgoing:
 
     def __post_init__(self) -> None:
         self.total_bytes = sum(view.nbytes for view in self.views)
+        self._rest = deque(self.views)
 
-    def chunks(self, chunk_bytes: int) -> Iterator[list[memoryview]]:
-        """Cuts the message into chunks, each a list of views."""
+    def take(self, max_bytes: int) -> list[memoryview]:
+        """Cuts off the next chunk, as views; empty at the end."""
         chunk: list[memoryview] = []
-        room = chunk_bytes
-        for view in self.views:
-            start = 0
-            while start < view.nbytes:
-                piece = view[start : start + room]
-                chunk.append(piece)
-                start += piece.nbytes
-                room -= piece.nbytes
-                if not room or len(chunk) == _MAX_VIEWS:
-                    yield chunk
-                    chunk, room = [], chunk_bytes
-        if chunk:
-            yield chunk
+        while self._rest and max_bytes and len(chunk) < _MAX_VIEWS:
+            view = self._rest.popleft()
+            if view.nbytes > max_bytes:
+                self._rest.appendleft(view[max_bytes:])
+                view = view[:max_bytes]
+            chunk.append(view)
+            max_bytes -= view.nbytes
+        return chunk
 
 
 class Incoming:
