@@ -30,8 +30,12 @@ class AffineTime:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sample_counts", tuple(self.sample_counts))
-        _check_number("fixed", self.fixed)
-        _check_number("per_sample", self.per_sample)
+        check_number("fixed", self.fixed)
+        check_number("per_sample", self.per_sample)
+        if self.relative_spread is not None:
+            check_number("relative_spread", self.relative_spread)
+        for count in self.sample_counts:
+            check_number("sample_counts", count)
 
     def __call__(self, num_samples: int) -> float:
         """Returns the seconds for `num_samples` samples."""
@@ -59,9 +63,9 @@ class TierProfile:
     backward."""
 
     def __post_init__(self) -> None:
-        _check_number("optimizer_seconds", self.optimizer_seconds)
+        check_number("optimizer_seconds", self.optimizer_seconds)
         if self.memory_bytes is not None:
-            _check_number("memory_bytes", self.memory_bytes, positive=True)
+            check_number("memory_bytes", self.memory_bytes, positive=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +81,8 @@ class LayerProfile:
     backward_seconds: Mapping[str, AffineTime]
 
     def __post_init__(self) -> None:
-        _check_number("output_bytes_per_sample", self.output_bytes_per_sample)
-        _check_number("parameter_bytes", self.parameter_bytes)
+        check_number("output_bytes_per_sample", self.output_bytes_per_sample)
+        check_number("parameter_bytes", self.parameter_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +99,10 @@ class LinkProfile:
         if len(self.between) != 2 or self.between[0] == self.between[1]:
             raise ValueError(f"a link joins two different tiers, got {self.between!r}")
         name = "-".join(self.between)
-        _check_number(
+        check_number(
             f"bandwidth_bytes_per_second of {name}", self.bandwidth_bytes_per_second, positive=True
         )
-        _check_number(f"latency_seconds of {name}", self.latency_seconds)
+        check_number(f"latency_seconds of {name}", self.latency_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,13 +119,13 @@ class CodecProfile:
     """Accuracy lost on a calibration batch, as a fraction; `None` if it was not measured."""
 
     def __post_init__(self) -> None:
-        _check_number("bytes_ratio", self.bytes_ratio, positive=True)
+        check_number("bytes_ratio", self.bytes_ratio, positive=True)
         for name in ("encode_seconds_per_byte", "decode_seconds_per_byte"):
             object.__setattr__(self, name, dict(getattr(self, name)))
             for tier, seconds in getattr(self, name).items():
-                _check_number(f"{name} of tier {tier}", seconds)
+                check_number(f"{name} of tier {tier}", seconds)
         if self.accuracy_loss is not None:
-            _check_number(
+            check_number(
                 "accuracy_loss", abs(self.accuracy_loss) if _is_number(self.accuracy_loss) else -1
             )
 
@@ -148,11 +152,11 @@ class Profile:
         object.__setattr__(self, "tiers", dict(self.tiers))
         object.__setattr__(self, "codecs", dict(self.codecs))
         if self.optimizer_state_bytes is not None:
-            _check_number("optimizer_state_bytes", self.optimizer_state_bytes)
+            check_number("optimizer_state_bytes", self.optimizer_state_bytes)
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "links", tuple(self.links))
-        _check_number("input_bytes_per_sample", self.input_bytes_per_sample)
-        _check_number("target_bytes_per_sample", self.target_bytes_per_sample)
+        check_number("input_bytes_per_sample", self.input_bytes_per_sample)
+        check_number("target_bytes_per_sample", self.target_bytes_per_sample)
         names = list(self.tiers)
         if not self.layers:
             raise ValueError("a profile needs at least one layer")
@@ -309,12 +313,16 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _check_number(name: str, value: float, *, positive: bool = False) -> None:
+def check_number(name: str, value: object, *, positive: bool = False) -> None:
     """Refuses what no measurement can give."""
     least = "above 0" if positive else "of at least 0"
     if not _is_number(value):
         raise ValueError(f"`{name}` must be a number {least}, got {value!r}")
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # a whole number beyond any float
+        finite = False
+    if not finite or value < 0 or (positive and value == 0):
         raise ValueError(
             f"`{name}` must be a finite number {least}, got {value!r}; measure it again"
         )

@@ -6,15 +6,17 @@ Made by the planner (or by hand), broadcast, and carried out by the executor. Pu
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_hiertrain.profiles import check_number
 from lightning_hiertrain.topology import check_format, read_json
 
 FORMAT = 1
+_WIDEST_BAR = 60
+"""Characters in `Schedule.grid` for the layers; a longer chain is drawn to scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +99,10 @@ class Schedule:
                     f"other than the owner, among {list(self.shares)}"
                 )
         for name in ("predicted_seconds", "optimality_gap"):
-            value = getattr(self, name)
-            if value is not None and not (
-                _is_number(value) and math.isfinite(value) and value >= 0
-            ):
-                raise ValueError(
-                    f"`{name}` must be a finite number of at least 0 or nothing, got {value!r}"
-                )
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name))
+        if self.policy is not None and not isinstance(self.policy, str):
+            raise ValueError(f"`policy` must be a word or nothing, got {self.policy!r}")
 
     @property
     def num_layers(self) -> int:
@@ -150,11 +149,13 @@ class Schedule:
     def grid(self) -> str:
         """Draws the schedule, one line a tier; `#` marks the layers that a tier runs."""
         width = max(len(tier) for tier in self.shares)
+        bar_width = min(self.num_layers, _WIDEST_BAR)
         lines = [f"{'tier':<{width}}  role    samples  layers"]
         for tier, share in self.shares.items():
             role = "owner" if tier == self.owner else "prefix" if share.num_samples else "idle"
             depth = share.num_layers
-            bar = "#" * depth + "." * (self.num_layers - depth)
+            filled = round(depth * bar_width / self.num_layers)
+            bar = "#" * filled + "." * (bar_width - filled)
             lines.append(
                 f"{tier:<{width}}  {role:<6}  {share.num_samples:>7}  "
                 f"{bar} {depth}/{self.num_layers}"
@@ -208,7 +209,3 @@ class Schedule:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a schedule: {error!r}") from error
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

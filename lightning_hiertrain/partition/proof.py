@@ -19,12 +19,8 @@ from lightning_hiertrain.errors import TraceError
 from lightning_hiertrain.partition.calls import call_without_chance, tensors_in
 from lightning_hiertrain.partition.chain import LayerChain
 from lightning_hiertrain.partition.passage import CutReached, Passage, Tap
-from lightning_hiertrain.partition.rows import (
-    batch_leaves,
-    placeholder,
-    repeat_rows,
-    with_leaves,
-)
+from lightning_hiertrain.partition.rows import batch_leaves, repeat_rows, with_leaves
+from lightning_hiertrain.partition.views import filled, owner_leaves, prefix_leaves
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +128,8 @@ class _Check:
             counts += count
             behind[depth] = counts
         first = min(self.workers)
-        leaves = owner_leaves(self.chain, batch_leaves(rows), first, self.own)
+        seen = owner_leaves(self.chain, batch_leaves(rows), first, self.own)
+        leaves = filled(self.chain, seen, self.own, batch_leaves(rows)[0].device)
         passage = Passage(
             self.chain,
             leaves,
@@ -150,7 +147,8 @@ class _Check:
         """Runs the prefix on the workers' rows and takes from each cut those that leave the chain there."""
         deepest = max(self.workers)
         part = slice(self.own, total)
-        leaves = prefix_leaves(self.chain, batch_leaves(rows), deepest, part)
+        seen = prefix_leaves(self.chain, batch_leaves(rows), deepest, part)
+        leaves = filled(self.chain, seen, total - self.own, batch_leaves(rows)[0].device)
         taken: dict[int, Tensor] = {}
         start = 0
         bounds = {}
@@ -200,43 +198,6 @@ class _Check:
 
 def _joiner(received: Tensor, dim: int, *, first: bool) -> Tap:
     return lambda own: received if first else torch.cat((own, received), dim)
-
-
-def owner_leaves(
-    chain: LayerChain, leaves: Sequence[Tensor], first_cut: int, num_rows: int
-) -> list[Tensor]:
-    """Returns the leaves as the owner's step sees them: own rows, or all of them where they are needed behind the cut.
-
-    Args:
-        chain: The step's chain.
-        leaves: The batch's tensors with all rows.
-        first_cut: Layers in front of the first cut.
-        num_rows: The owner's own rows, the first ones; with 0 of them a placeholder of one row stands in.
-    """
-    seen = []
-    for position, (leaf, shape) in enumerate(zip(leaves, chain.leaf_shapes, strict=True)):
-        if shape is None or chain.is_read_behind(position, first_cut):
-            seen.append(leaf)
-        elif num_rows:
-            seen.append(leaf[:num_rows])
-        else:
-            seen.append(placeholder(shape.of(1), leaf.dtype, leaf.device))
-    return seen
-
-
-def prefix_leaves(
-    chain: LayerChain, leaves: Sequence[Tensor], num_layers: int, rows: slice
-) -> list[Tensor]:
-    """Returns the leaves as a prefix worker's step sees them: its rows, placeholders where the prefix does not look."""
-    count = rows.stop - rows.start
-    return [
-        leaf
-        if shape is None
-        else leaf[rows]
-        if chain.is_read_before(position, num_layers)
-        else placeholder(shape.of(count), leaf.dtype, leaf.device)
-        for position, (leaf, shape) in enumerate(zip(leaves, chain.leaf_shapes, strict=True))
-    ]
 
 
 def _close(x: Tensor | None, y: Tensor | None) -> bool:

@@ -6,7 +6,7 @@ one entry a sample is split; every other leaf (a string, a number, a table of we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,3 @@ def repeat_rows(batch: Any, positions: Sequence[int], count: int) -> Any:
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Returns a tensor of zeros that takes no memory: one element, expanded."""
     return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
-
-
-Mapper = Callable[[Tensor], Tensor]

@@ -1,0 +1,94 @@
+"""What is refused before any training step, with the reason and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
+
+from lightning_hiertrain.partition import LayerChain
+from lightning_hiertrain.profiles import Profile
+from lightning_hiertrain.schedule import Schedule
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Refuses callbacks that cannot work across tiers.
+
+    Raises:
+        MisconfigurationException: If there is one.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BatchSizeFinder):
+            raise MisconfigurationException(
+                "`BatchSizeFinder` cannot work with `HierTrainStrategy`: it would try every size on three machines at once; "
+                "find the batch size on one machine with `strategy='auto'` and pass it to the dataloader"
+            )
+
+
+def check_module(module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
+    """Refuses modules whose step is not one forward, one backward and one update.
+
+    Raises:
+        MisconfigurationException: If the module optimizes manually, has another number of optimizers than one, or one
+            that evaluates the step several times.
+    """
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"`{name}` sets `automatic_optimization = False`: manual optimization cannot work with `HierTrainStrategy`, "
+            "which divides forward, backward and update between machines; use automatic optimization"
+        )
+    if len(optimizers) != 1:
+        raise MisconfigurationException(
+            f"`{name}.configure_optimizers` returns {len(optimizers)} optimizers; `HierTrainStrategy` needs exactly one "
+            "(with as many parameter groups as you like)"
+        )
+    if isinstance(optimizers[0], torch.optim.LBFGS):
+        raise MisconfigurationException(
+            "`LBFGS` evaluates the training step several times in one update, which `HierTrainStrategy` cannot divide; "
+            "use an optimizer that evaluates it once, such as SGD or Adam"
+        )
+
+
+def check_schedule(schedule: Schedule, chain: LayerChain, samples: int) -> None:
+    """Refuses a schedule that was made for another model or mini-batch.
+
+    Raises:
+        ValueError: If it was.
+    """
+    if schedule.num_layers != len(chain):
+        raise ValueError(
+            f"the schedule is for a model of {schedule.num_layers} layers, this one has {len(chain)}; "
+            "plan again from a profile of this model, or leave out `schedule`"
+        )
+    if schedule.batch_size != samples:
+        raise ValueError(
+            f"the schedule is for mini-batches of {schedule.batch_size} samples, the first one holds {samples}; "
+            f"plan again with `batch_size={samples}`, or let the dataloader yield {schedule.batch_size} samples"
+        )
+
+
+def check_profile(profile: Profile, chain: LayerChain, model: str) -> None:
+    """Refuses a profile of another model.
+
+    Raises:
+        ValueError: If its layers are not those of the chain.
+    """
+    measured = [(layer.name, layer.output_bytes_per_sample, layer.parameter_bytes) for layer in profile.layers]
+    found = [(layer.name, layer.output_bytes_per_sample, layer.parameter_bytes) for layer in chain]
+    if len(measured) != len(found):
+        raise ValueError(
+            f"the profile of {profile.model!r} has {len(measured)} layers, this model ({model!r}) has {len(found)}; "
+            "profile the model again: leave out `profile`"
+        )
+    for index, (old, new) in enumerate(zip(measured, found, strict=True)):
+        if old[1:] != new[1:]:
+            raise ValueError(
+                f"layer {index + 1} of the profile of {profile.model!r} is {old[0]!r} with {old[1]} output bytes a sample "
+                f"and {old[2]} parameter bytes; in this model ({model!r}) it is {new[0]!r} with {new[1]} and {new[2]}; "
+                "profile the model again: leave out `profile`"
+            )

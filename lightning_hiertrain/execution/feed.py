@@ -1,0 +1,139 @@
+"""Dealing out mini-batches: each tier gets the rows that its part of the step reads, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from lightning_hiertrain.partition.chain import LayerChain
+from lightning_hiertrain.partition.rows import batch_leaves, num_samples, with_leaves
+from lightning_hiertrain.partition.views import filled, owner_leaves, prefix_leaves
+from lightning_hiertrain.schedule import Schedule
+from lightning_hiertrain.transport.network import Network
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniBatch:
+    """One mini-batch as one tier knows it."""
+
+    index: int
+    """Counts the mini-batches of the run; the same on every tier."""
+    schedule: Schedule
+    num_samples: int
+    """Rows of the whole mini-batch."""
+    rows: Mapping[str, slice]
+    """Which of them each tier takes, in the owner's order."""
+    weight: int | None
+    """Lightning's own idea of the batch size, by which it weighs epoch means; `None` if it has none."""
+    batch: Any
+    """What this tier's step sees; `None` on a tier that takes no part."""
+
+    @property
+    def cuts(self) -> tuple[tuple[str, int, int], ...]:
+        """The prefix workers with rows in this mini-batch: name, layers and rows, shallowest first."""
+        return tuple(
+            (tier, self.schedule.shares[tier].num_layers, _length(self.rows[tier]))
+            for tier in self.schedule.prefix_workers
+            if _length(self.rows[tier])
+        )
+
+    @property
+    def owner_rows(self) -> int:
+        return _length(self.rows[self.schedule.owner])
+
+
+class Feed:
+    """Deals mini-batches on the data tier and receives them on the others.
+
+    Args:
+        network: The links of this tier.
+        data_tier: The tier that has the data.
+    """
+
+    def __init__(self, network: Network, data_tier: str) -> None:
+        self._network = network
+        self._data_tier = data_tier
+
+    def deal(
+        self, batch: Any, index: int, schedule: Schedule, chain: LayerChain, weight: int | None
+    ) -> MiniBatch:
+        """Sends every other tier its rows.
+
+        Args:
+            batch: The whole mini-batch.
+            index: Its number in the run.
+            schedule: The schedule in force.
+            chain: The model's chain of layers.
+            weight: Lightning's idea of the batch size.
+
+        Returns:
+            The mini-batch as this tier's step sees it.
+        """
+        samples = num_samples(batch)
+        rows = schedule.rows(samples)
+        leaves = batch_leaves(batch)
+        mini_batch = MiniBatch(
+            index=index, schedule=schedule, num_samples=samples, rows=rows, weight=weight, batch=None
+        )
+        for tier in self._network.topology.names:
+            if tier != self._data_tier:
+                seen = self._seen(tier, mini_batch, chain, leaves)
+                message = {
+                    "num_samples": samples,
+                    "weight": weight,
+                    "batch": None if seen is None else with_leaves(batch, _emptied(leaves, seen)),
+                }
+                self._network.send(tier, f"{index}/batch", message, control=None)
+        return self._with_own(mini_batch, batch, self._seen(self._data_tier, mini_batch, chain, leaves), chain)
+
+    def receive(self, index: int, schedule: Schedule, chain: LayerChain) -> MiniBatch:
+        """Waits for this tier's rows of a mini-batch."""
+        message = self._network.receive(
+            self._data_tier, f"{index}/batch", operation=f"receive mini-batch {index}"
+        )
+        samples = message["num_samples"]
+        rows = schedule.rows(samples)
+        mini_batch = MiniBatch(
+            index=index,
+            schedule=schedule,
+            num_samples=samples,
+            rows=rows,
+            weight=message["weight"],
+            batch=None,
+        )
+        batch = message["batch"]
+        seen = None
+        if batch is not None:
+            arrived = zip(batch_leaves(batch), chain.leaf_shapes, strict=True)
+            seen = [None if shape is not None and not leaf.size(0) else leaf for leaf, shape in arrived]
+        return self._with_own(mini_batch, batch, seen, chain)
+
+    def _with_own(
+        self, mini_batch: MiniBatch, batch: Any, seen: list[Tensor | None] | None, chain: LayerChain
+    ) -> MiniBatch:
+        if seen is None:
+            return mini_batch
+        own = _length(mini_batch.rows[self._network.tier])
+        leaves = filled(chain, seen, own, batch_leaves(batch)[0].device)
+        return replace(mini_batch, batch=with_leaves(batch, leaves))
+
+    def _seen(
+        self, tier: str, mini_batch: MiniBatch, chain: LayerChain, leaves: Sequence[Tensor]
+    ) -> list[Tensor | None] | None:
+        cuts = mini_batch.cuts
+        if tier == mini_batch.schedule.owner:
+            return owner_leaves(chain, leaves, cuts[0][1], mini_batch.owner_rows) if cuts else list(leaves)
+        depth = next((depth for name, depth, _ in cuts if name == tier), None)
+        return None if depth is None else prefix_leaves(chain, leaves, depth, mini_batch.rows[tier])
+
+
+def _emptied(leaves: Sequence[Tensor], seen: Sequence[Tensor | None]) -> list[Tensor]:
+    """Puts a tensor without rows where a tier sees nothing, so that the batch keeps its shape on the way."""
+    return [leaf[:0] if part is None else part for leaf, part in zip(leaves, seen, strict=True)]
+
+
+def _length(rows: slice) -> int:
+    return int(rows.stop - rows.start)

@@ -1,0 +1,135 @@
+"""Which tier has which weights, and bringing them up to date.
+
+The owner alone has all of them after a step; a prefix worker has those of its layers. Every tier keeps the same books,
+so that a transfer needs no negotiation: the owner sends what the books say is missing, the other tier waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hiertrain.partition.chain import LayerChain
+from lightning_hiertrain.schedule import Schedule
+from lightning_hiertrain.transport.collectives import Collectives
+from lightning_hiertrain.transport.network import Network
+
+
+class Replicas:
+    """The books of one run.
+
+    Args:
+        network: The links of this tier.
+        module: The user's module.
+        owner: The tier that has all weights now; so has every other one at the start.
+    """
+
+    def __init__(self, network: Network, module: nn.Module, owner: str) -> None:
+        self._network = network
+        self._module = module
+        self._stale: dict[str, set[str]] = {name: set() for name in network.topology.names}
+        self._transfers = 0
+        self.owner = owner
+
+    def stepped(self, schedule: Schedule, chain: LayerChain) -> None:
+        """Notes that the owner has changed the trainable weights and returned the prefix workers theirs."""
+        trainable = {name for name, p in self._module.named_parameters() if p.requires_grad}
+        self.owner = schedule.owner
+        for tier, stale in self._stale.items():
+            if tier in schedule.prefix_workers:
+                stale |= trainable.difference(
+                    chain.parameters_through(schedule.shares[tier].num_layers)
+                )
+            elif tier != schedule.owner:
+                stale |= trainable
+
+    def bring(self, target: str, names: Iterable[str] | None = None) -> None:
+        """Brings weights of one tier up to date; all tiers call this together.
+
+        Args:
+            target: The tier.
+            names: The parameters that it needs; `None` for all of them and the buffers.
+        """
+        self._transfers += 1
+        if target == self.owner:
+            return
+        missing = self._stale[target]
+        wanted = missing if names is None else missing.intersection(names)
+        tag = f"weights/{self._transfers}"
+        if self._network.tier == self.owner:
+            state = self._tensors(parameters=wanted, buffers=names is None)
+            self._network.send(target, tag, {name: x.detach().clone() for name, x in state.items()})
+        elif self._network.tier == target:
+            received = self._network.receive(self.owner, tag, operation="receive weights")
+            state = self._tensors(parameters=wanted, buffers=names is None)
+            with torch.no_grad():
+                for name, value in received.items():
+                    state[name].copy_(value)
+        self._stale[target] = missing - set(wanted)
+
+    def move(self, value: Any, source: str, target: str) -> Any:
+        """Moves a state from one tier to another; all tiers call this together.
+
+        Returns:
+            On `target` what `source` passed, elsewhere `None`.
+        """
+        self._transfers += 1
+        tag = f"state/{self._transfers}"
+        if source == target:
+            return value if self._network.tier == target else None
+        if self._network.tier == source:
+            self._network.send(target, tag, value)
+        if self._network.tier == target:
+            return self._network.receive(source, tag, operation="receive a state")
+        return None
+
+    def all_are_equal(self) -> None:
+        """Notes that all tiers have the same weights, for example those of a checkpoint."""
+        for stale in self._stale.values():
+            stale.clear()
+
+    def equalise(self, source: str, collectives: Collectives) -> None:
+        """Gives all tiers one tier's weights and buffers; only those that differ travel. All tiers call this together.
+
+        Args:
+            source: The tier.
+            collectives: For exchanging the digests.
+        """
+        state = self._tensors(parameters={n for n, _ in self._module.named_parameters()}, buffers=True)
+        own = {name: _digest(value) for name, value in state.items()}
+        digests = collectives.all_gather(own)
+        right = digests[self._network.topology.names.index(source)]
+        self._transfers += 1
+        tag = f"weights/{self._transfers}"
+        for tier, theirs in zip(self._network.topology.names, digests, strict=True):
+            if set(theirs) != set(right):
+                raise ValueError(
+                    f"the model on tier {tier!r} has other parameters than on {source!r}: "
+                    f"{sorted(set(theirs) ^ set(right))[:5]}; run the same script on every tier"
+                )
+            names = [name for name in right if theirs[name] != right[name]]
+            if not names:
+                continue
+            if self._network.tier == source:
+                self._network.send(tier, tag, {name: state[name].detach().clone() for name in names})
+            elif self._network.tier == tier:
+                received = self._network.receive(source, tag, operation="receive the first weights")
+                with torch.no_grad():
+                    for name, value in received.items():
+                        state[name].copy_(value)
+
+    def _tensors(self, *, parameters: set[str], buffers: bool) -> dict[str, torch.Tensor]:
+        state = {name: p for name, p in self._module.named_parameters() if name in parameters}
+        return {**state, **(dict(self._module.named_buffers()) if buffers else {})}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Returns a short word that differs when shape, type or any value does."""
+    content = tensor.detach().cpu().contiguous()
+    words = hashlib.blake2b(f"{content.dtype}{tuple(content.shape)}".encode(), digest_size=16)
+    words.update(content.reshape(-1).view(torch.uint8).numpy())
+    return words.hexdigest()

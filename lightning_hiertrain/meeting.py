@@ -1,0 +1,99 @@
+"""How the tiers of a run find each other."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_hiertrain.topology import Topology
+from lightning_hiertrain.transport.collectives import Collectives
+from lightning_hiertrain.transport.network import Network
+
+TIER_VARIABLE = "HIERTRAIN_TIER"
+"""Names the tier of a process where its rank does not."""
+
+_meetings = itertools.count()
+
+
+def connect(
+    *,
+    tiers: Sequence[str],
+    rank: int,
+    topology: Topology | None,
+    topology_file: Path | None,
+    private_key: str | Path | None,
+    is_one_machine: bool,
+    main_port: int,
+    timeout_seconds: float,
+    silence_seconds: float,
+) -> tuple[Network, tuple[str, ...]]:
+    """Opens this tier's links and waits until all tiers have answered.
+
+    Args:
+        tiers: All tiers, in order of rank.
+        rank: This process's global rank.
+        topology: The machines; `None` for processes of one machine.
+        topology_file: Where it was read from, to find the private key beside it.
+        private_key: The private key's file, if it lies elsewhere.
+        is_one_machine: Whether all processes run on this machine.
+        main_port: A port number that all processes of a run know and no other run on this machine has.
+        timeout_seconds: How long to wait for the others.
+        silence_seconds: After how long without a sign of life a tier counts as lost.
+
+    Returns:
+        The network and the tier of each rank.
+
+    Raises:
+        MisconfigurationException: If the tiers cannot find each other, or do not agree on who is who.
+        LinkTimeoutError: If a tier did not answer.
+    """
+    named = os.environ.get(TIER_VARIABLE)
+    if named is not None and named not in tiers:
+        raise MisconfigurationException(
+            f"{TIER_VARIABLE}={named!r} is not one of the tiers {tuple(tiers)}"
+        )
+    tier = named or tiers[rank]
+    if topology is None:
+        if not is_one_machine:
+            raise MisconfigurationException(
+                f"the {len(tiers)} tiers are on different machines and do not know each other's address: pass "
+                "`HierTrainStrategy(topology='topology.json')` with addresses and the public keys that "
+                "`hiertrain keys topology.json` makes"
+            )
+        network = Network.local(
+            tier,
+            tiers,
+            run_id=f"{main_port}-{next(_meetings)}",
+            timeout_seconds=timeout_seconds,
+            silence_seconds=silence_seconds,
+        )
+    else:
+        beside = None if topology_file is None else topology_file.with_name(f"{tier}.key")
+        if private_key is None and beside is not None and beside.exists():
+            private_key = beside
+        network = Network.from_topology(
+            tier,
+            topology,
+            private_key=private_key,
+            timeout_seconds=timeout_seconds,
+            silence_seconds=silence_seconds,
+        )
+    network.start()
+    try:
+        network.wait_for_peers(timeout_seconds)
+        answers = Collectives(network, tiers).all_gather((rank,))
+    except BaseException:
+        network.close()
+        raise
+    ranks = [answer[0] for answer in answers]
+    if sorted(ranks) != list(range(len(tiers))):
+        raise MisconfigurationException(
+            f"the tiers {tuple(tiers)} have the ranks {ranks}; each needs a rank of its own: check NODE_RANK and "
+            f"{TIER_VARIABLE} on each machine"
+        )
+    by_rank = sorted(zip(ranks, tiers, strict=True))
+    return network, tuple(name for _, name in by_rank)

@@ -1,0 +1,105 @@
+"""How a run begins: the chain of layers is found, a schedule chosen; both decided on the data tier and broadcast."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_hiertrain.checks import check_profile, check_schedule
+from lightning_hiertrain.partition import LayerChain, trace_step
+from lightning_hiertrain.partition.rows import num_samples
+from lightning_hiertrain.planning import plan
+from lightning_hiertrain.profiles import Profile
+from lightning_hiertrain.sandbox import Sandbox
+from lightning_hiertrain.schedule import Schedule, Share
+from lightning_hiertrain.session import Session
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """What a run begins with."""
+
+    schedule: Schedule | None
+    profile: Profile | None
+    policy: str
+    model: str
+    """Name of the user's LightningModule class."""
+
+
+def open_run(
+    session: Session, make_sandbox: Callable[[], Sandbox], batch: Any, opening: Opening
+) -> None:
+    """Finds the chain of layers and the first schedule; all tiers call this together.
+
+    Without a schedule or profile the data tier does everything until the profile is measured: its data need not travel,
+    and the steps are real ones.
+
+    Args:
+        session: This tier's part in the run.
+        make_sandbox: Makes a copy of the module to trace; called on the data tier.
+        batch: The first mini-batch, on the data tier.
+        opening: What the user gave.
+
+    Raises:
+        MisconfigurationException: If the model or batch cannot be divided, or what was given does not fit them.
+    """
+
+    def decide() -> tuple[LayerChain, Schedule]:
+        sandbox = make_sandbox()
+        with sandbox.isolated():
+            chain = trace_step(sandbox.training_step, sandbox.module, batch)
+        return chain, _first_schedule(session, chain, num_samples(batch), opening)
+
+    chain, schedule = _decided(session, decide)
+    session.use_chain(chain)
+    session.adopt(schedule)
+
+
+def plan_and_adopt(session: Session, profile: Profile, policy: str) -> None:
+    """Plans on the data tier, broadcasts the schedule and puts it in force; all tiers call this together."""
+    assert session.mini_batch is not None
+    samples = session.mini_batch.schedule.batch_size
+    schedule = _decided(
+        session, lambda: plan(profile, batch_size=samples, policy=policy, overlap=False)
+    )
+    log.info(
+        "schedule by policy %s, predicted step %.4g s\n%s",
+        policy,
+        schedule.predicted_seconds or float("nan"),
+        schedule.grid(),
+    )
+    session.adopt(schedule)
+
+
+def _first_schedule(
+    session: Session, chain: LayerChain, samples: int, opening: Opening
+) -> Schedule:
+    if opening.schedule is not None:
+        check_schedule(opening.schedule, chain, samples)
+        return opening.schedule
+    if opening.profile is not None:
+        check_profile(opening.profile, chain, opening.model)
+        return plan(opening.profile, batch_size=samples, policy=opening.policy, overlap=False)
+    everything = Share(num_layers=len(chain), num_samples=samples)
+    return Schedule(owner=session.data_tier, shares={session.data_tier: everything})
+
+
+def _decided(session: Session, decide: Callable[[], Any]) -> Any:
+    """Returns on all tiers what the data tier decides, or raises its refusal on all of them."""
+    answer: dict[str, Any] = {}
+    if session.is_data_tier:
+        try:
+            answer = {"value": decide()}
+        except ValueError as error:
+            log.debug("refused", exc_info=True)
+            answer = {"error": str(error)}
+    answer = session.collectives.broadcast(answer, session.data_tier)
+    if "error" in answer:
+        raise MisconfigurationException(answer["error"])
+    return answer["value"]

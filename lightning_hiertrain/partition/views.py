@@ -1,0 +1,64 @@
+"""What a tier's step sees of the batch: its own rows, all rows, or nothing where it does not look."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_hiertrain.partition.chain import LayerChain
+from lightning_hiertrain.partition.rows import placeholder
+
+
+def owner_leaves(
+    chain: LayerChain, leaves: Sequence[Tensor], first_cut: int, num_rows: int
+) -> list[Tensor | None]:
+    """Returns the leaves as the owner's step sees them: own rows, or all where they are needed behind the cut.
+
+    Args:
+        chain: The step's chain.
+        leaves: The batch's tensors with all rows.
+        first_cut: Layers in front of the first cut.
+        num_rows: The owner's own rows, the first ones.
+
+    Returns:
+        For each leaf the tensor, or `None` if none of its rows is read.
+    """
+    seen: list[Tensor | None] = []
+    for position, (leaf, shape) in enumerate(zip(leaves, chain.leaf_shapes, strict=True)):
+        if shape is None or chain.is_read_behind(position, first_cut):
+            seen.append(leaf)
+        else:
+            seen.append(leaf[:num_rows] if num_rows else None)
+    return seen
+
+
+def prefix_leaves(
+    chain: LayerChain, leaves: Sequence[Tensor], num_layers: int, rows: slice
+) -> list[Tensor | None]:
+    """Returns the leaves as a prefix worker's step sees them: its rows, `None` where the prefix does not look."""
+    seen: list[Tensor | None] = []
+    for position, (leaf, shape) in enumerate(zip(leaves, chain.leaf_shapes, strict=True)):
+        if shape is None:
+            seen.append(leaf)
+        else:
+            seen.append(leaf[rows] if chain.is_read_before(position, num_layers) else None)
+    return seen
+
+
+def filled(
+    chain: LayerChain,
+    seen: Sequence[Tensor | None],
+    num_rows: int,
+    device: torch.device | str = "cpu",
+) -> list[Tensor]:
+    """Puts placeholders, of one row at least, where a leaf is missing; its shape may still be looked at."""
+    leaves = []
+    for leaf, shape in zip(seen, chain.leaf_shapes, strict=True):
+        if leaf is None:
+            assert shape is not None
+            dtype = getattr(torch, shape.dtype)
+            leaf = placeholder(shape.of(max(num_rows, 1)), dtype, device)
+        leaves.append(leaf)
+    return leaves

@@ -1,0 +1,95 @@
+"""A copy of the user's module whose steps leave no trace, for tracing and for measuring."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hiertrain.partition.calls import tensors_in
+
+
+class Sandbox:
+    """Runs training steps of a copy: no log, no metric, no gradient and no random number reaches the original.
+
+    Args:
+        module: The user's module, attached to its trainer.
+        optimizers: Its optimizers, copied along so that a step of them can be timed.
+        context: Makes the context in which steps run, for example that of the precision plugin.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        optimizers: Sequence[Optimizer],
+        context: Callable[[], Any],
+    ) -> None:
+        self._trainer = module.trainer
+        self._context = context
+        memo = _shared(module)
+        self.module, self.optimizers = copy.deepcopy((module, list(optimizers)), memo)
+        self._logged: list[Any] = []
+        vars(self.module)["log"] = self._log
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """A context in which loggers are deaf and random numbers are given back at the end."""
+        loggers = self._trainer._loggers
+        self._trainer._loggers = [DummyLogger() for _ in loggers]
+        try:
+            with isolate_rng():
+                yield
+        finally:
+            self._trainer._loggers = loggers
+
+    def training_step(self, batch: Any) -> tuple[Any, ...]:
+        """Runs one training step of the copy.
+
+        Returns:
+            The loss, then everything else that outlives the step: its output, the logged values and the tensors kept
+            as attributes.
+        """
+        self._logged.clear()
+        step = self.module.training_step
+        with_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+        with self._context():
+            output = step(batch, 0) if with_index else step(batch)
+        loss = output.get("loss") if isinstance(output, dict) else output
+        kept = [value for child in self.module.modules() for value in vars(child).values()]
+        attributes = [x for value in kept if not _is_parameters(value) for x in tensors_in(value)]
+        return loss, output, list(self._logged), attributes
+
+    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, Tensor):
+            self._logged.append(value)
+
+
+def _is_parameters(value: Any) -> bool:
+    return isinstance(value, dict) and any(isinstance(x, torch.nn.Parameter) for x in value.values())
+
+
+def _shared(module: LightningModule) -> dict[int, Any]:
+    """Returns a memo for `deepcopy` that shares what must not or cannot be copied."""
+    memo: dict[int, Any] = {id(module._trainer): module._trainer}
+    if module._fabric is not None:
+        memo[id(module._fabric)] = module._fabric
+    for child in module.modules():
+        for value in vars(child).values():
+            if id(value) in memo or isinstance(value, (Tensor, torch.nn.Module)):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:
+                memo[id(value)] = value
+    return memo

@@ -1,0 +1,327 @@
+"""One tier's part in a run: everything between Lightning's hooks and the links.
+
+The strategy translates Lightning's calls into these methods; all tiers call them in the same order. What a tier does in
+each depends on its role in the schedule in force.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule
+from torch.optim import Optimizer
+
+from lightning_hiertrain.execution import Feed, MiniBatch, Owner, PrefixWorker, Replicas
+from lightning_hiertrain.mirror import Mirror
+from lightning_hiertrain.partition.chain import LayerChain
+from lightning_hiertrain.schedule import Schedule, Share
+from lightning_hiertrain.transport.collectives import Collectives
+from lightning_hiertrain.transport.network import Network
+
+log = logging.getLogger(__name__)
+
+_WARM_UP_STEPS = 2
+
+
+class Session:
+    """One tier's part in a run.
+
+    Args:
+        network: The links of this tier.
+        collectives: Operations over them.
+        data_tier: The tier that has the data.
+        module: The user's module.
+    """
+
+    def __init__(
+        self, network: Network, collectives: Collectives, data_tier: str, module: LightningModule
+    ) -> None:
+        self.network = network
+        self.collectives = collectives
+        self.data_tier = data_tier
+        self.mirror = Mirror(module)
+        self.replicas = Replicas(network, module, data_tier)
+        self.chain: LayerChain | None = None
+        self.schedule: Schedule | None = None
+        self.mini_batch: MiniBatch | None = None
+        self.is_user_code_alone = False
+        """Whether code of the user's runs that the other tiers do not run: collectives are then local."""
+        self.module = module
+        self._feed = Feed(network, data_tier)
+        self._owner: Owner | None = None
+        self._prefix: PrefixWorker | None = None
+        self._pending: Schedule | None = None
+        self._batches = 0
+        self._messages = 0
+        self._synchronises = True
+        self._exchanged = False
+        self._at_boundary = True
+        self._step_started = 0.0
+        self._step_seconds: list[float] = []
+
+    @property
+    def tier(self) -> str:
+        return self.network.tier
+
+    @property
+    def is_data_tier(self) -> bool:
+        return self.tier == self.data_tier
+
+    @property
+    def owner(self) -> str:
+        """The tier that has all weights, ends steps and runs validation."""
+        return self.schedule.owner if self.schedule is not None else self.data_tier
+
+    @property
+    def is_owner(self) -> bool:
+        return self.tier == self.owner
+
+    @property
+    def measured_step_seconds(self) -> float | None:
+        """Median time of a training step since the schedule came in force, without the first few."""
+        steps = self._step_seconds[_WARM_UP_STEPS:] or self._step_seconds
+        return statistics.median(steps) if steps else None
+
+    # Batches
+
+    def use_chain(self, chain: LayerChain) -> None:
+        """Takes the chain of layers that the data tier has traced."""
+        self.chain = chain
+        self._owner = Owner(self.network, chain, self.module)
+        self._prefix = PrefixWorker(self.network, chain, self.module)
+
+    def whole_step_on(self, tier: str, num_samples: int) -> Schedule:
+        """Returns the schedule by which one tier does everything."""
+        assert self.chain is not None
+        return Schedule(
+            owner=tier, shares={tier: Share(num_layers=len(self.chain), num_samples=num_samples)}
+        )
+
+    def adopt(self, schedule: Schedule) -> None:
+        """Puts a schedule in force from the next optimizer step on; all tiers call this together."""
+        self._pending = schedule
+
+    def begin_training_batch(
+        self, batch: Any, weight: int | None, optimizers: list[Optimizer], precision: Any
+    ) -> MiniBatch:
+        """Deals out or receives a mini-batch; between two optimizer steps, switches to a new schedule first.
+
+        Args:
+            batch: On the data tier the whole mini-batch, elsewhere ignored.
+            weight: Lightning's idea of its size, on the data tier.
+            optimizers: The run's optimizers, whose state moves if the owner changes.
+            precision: The precision plugin, whose state moves likewise.
+        """
+        assert self.chain is not None
+        if self._at_boundary:
+            self._step_started = time.perf_counter()
+            if self._pending is not None:
+                self._switch(self._pending, optimizers, precision)
+                self._pending = None
+        self._at_boundary = False
+        self._exchanged = False
+        assert self.schedule is not None
+        self._batches += 1
+        if self.is_data_tier:
+            mini_batch = self._feed.deal(batch, self._batches, self.schedule, self.chain, weight)
+        else:
+            mini_batch = self._feed.receive(self._batches, self.schedule, self.chain)
+            mini_batch = replace(mini_batch, batch=self._placed(mini_batch.batch))
+        self.mini_batch = mini_batch
+        return mini_batch
+
+    def begin_evaluation_batch(self, batch: Any, weight: int | None) -> tuple[Any, int | None]:
+        """Brings a batch of validation, test or prediction to the owner.
+
+        Returns:
+            The batch, on the owner and the data tier, and its size by Lightning's rules.
+        """
+        tag = self._tag("evaluation")
+        if self.is_data_tier:
+            for tier in self.network.topology.names:
+                if tier != self.tier:
+                    content = batch if tier == self.owner else None
+                    self.network.send(tier, tag, {"batch": content, "weight": weight}, control=None)
+            return batch, weight
+        message = self.network.receive(
+            self.data_tier, tag, operation="receive a batch of validation, test or prediction"
+        )
+        return self._placed(message["batch"]), message["weight"]
+
+    # Steps
+
+    def run_training_step(self, step: Callable[[Any], Any]) -> Any:
+        """Runs this tier's part of the forward pass.
+
+        Args:
+            step: The user's training step, called with what this tier sees of the batch.
+
+        Returns:
+            What the step returned on the owner; its tensors are detached on the other tiers.
+        """
+        mini_batch = self.mini_batch
+        assert mini_batch is not None and self._owner is not None and self._prefix is not None
+        if self.is_owner:
+            owner = self._owner
+            own = mini_batch.owner_rows
+            return self._lead(
+                lambda: owner.forward(mini_batch, step), mini_batch.weight, own_samples=own
+            )
+        if mini_batch.batch is not None:
+            self._prefix.forward(mini_batch, step)
+        return self._follow("end its training step")
+
+    def run_on_owner(
+        self, step: Callable[[], Any], weight: int | None, operation: str
+    ) -> Any:
+        """Runs a step or hook on the owner, replays it on the other tiers, and returns its result on all."""
+        if self.is_owner:
+            return self._lead(step, weight)
+        return self._follow(operation)
+
+    def run_backward(self, backward: Callable[[Callable[[], None]], Any]) -> Any:
+        """Runs this tier's part of the backward pass.
+
+        Args:
+            backward: On the owner, carries the loss back; it calls its argument once the gradients are there.
+
+        Returns:
+            What `backward` returned, `None` on other tiers.
+        """
+        if self.is_owner:
+            return backward(self._end_backward)
+        assert self._prefix is not None
+        self._prefix.backward(self.owner)
+        self._exchange()
+        return None
+
+    def run_optimizer_step(
+        self, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]
+    ) -> Any:
+        """Runs forward, backward and the update.
+
+        Args:
+            closure: Forward and backward.
+            step: On the owner, runs a closure and the optimizer.
+        """
+        assert self.schedule is not None and self.chain is not None and self.mini_batch is not None
+        assert self._owner is not None and self._prefix is not None
+        index = self.mini_batch.index
+
+        def whole_closure() -> Any:
+            result = closure()
+            self._exchange()
+            return result
+
+        if self.is_owner:
+            with self.mirror.record(self.mini_batch.weight, surrounding=True) as recording:
+                result = step(whole_closure)
+                payload = recording.payload()
+            self._tell(f"{index}/update", payload)
+            self._owner.return_weights(index, self.schedule)
+        else:
+            result = whole_closure()
+            self._prefix.forget()
+            self.mirror.replay(
+                self.network.receive(self.owner, f"{index}/update", operation="end its update")
+            )
+            if self.tier in self.schedule.prefix_workers:
+                self._prefix.receive_weights(index, self.owner)
+        self.replicas.stepped(self.schedule, self.chain)
+        self._at_boundary = True
+        self._step_seconds.append(time.perf_counter() - self._step_started)
+        return result
+
+    def accumulate(self, accumulates: bool) -> None:
+        """Says whether gradients only add up for now, to be exchanged with a later mini-batch."""
+        self._synchronises = not accumulates
+
+    # States
+
+    def bring_weights_everywhere(self) -> None:
+        """Gives all tiers the newest weights and buffers."""
+        for tier in self.network.topology.names:
+            self.replicas.bring(tier)
+
+    # Inside
+
+    def _placed(self, batch: Any) -> Any:
+        return move_data_to_device(batch, self.module.device)
+
+    def _lead(
+        self, step: Callable[[], Any], weight: int | None, *, own_samples: int | None = None
+    ) -> Any:
+        tag = self._tag("result")
+        alone, self.is_user_code_alone = self.is_user_code_alone, True
+        try:
+            with self.mirror.record(weight, own_samples) as recording:
+                output = step()
+                payload = recording.payload(output)
+        finally:
+            self.is_user_code_alone = alone
+        self._tell(tag, payload)
+        return output
+
+    def _follow(self, operation: str) -> Any:
+        tag = self._tag("result")
+        return self.mirror.replay(self.network.receive(self.owner, tag, operation=operation))
+
+    def _tell(self, tag: str, value: Any) -> None:
+        for tier in self.network.topology.names:
+            if tier != self.tier:
+                self.network.send(tier, tag, value, control=None)
+
+    def _tag(self, what: str) -> str:
+        self._messages += 1
+        return f"{what}/{self._messages}"
+
+    def _end_backward(self) -> None:
+        assert self._owner is not None
+        self._owner.finish_backward()
+        self._exchange()
+
+    def _exchange(self) -> None:
+        """Brings the prefix workers' gradients to the owner, once, if the optimizer steps next."""
+        if self._exchanged or not self._synchronises:
+            return
+        self._exchanged = True
+        assert self.mini_batch is not None and self._owner is not None and self._prefix is not None
+        index, schedule = self.mini_batch.index, self.mini_batch.schedule
+        if self.is_owner:
+            self._owner.finish_backward()
+            self._owner.add_gradients(index, schedule)
+        elif self.tier in schedule.prefix_workers:
+            self._prefix.send_gradients(index, schedule)
+
+    def _switch(self, schedule: Schedule, optimizers: list[Optimizer], precision: Any) -> None:
+        assert self.chain is not None
+        old, new = self.replicas.owner, schedule.owner
+        self.replicas.bring(new)
+        for worker in schedule.prefix_workers:
+            names = self.chain.parameters_through(schedule.shares[worker].num_layers)
+            self.replicas.bring(worker, names)
+        if old != new:
+            state = {
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                "precision": precision.state_dict(),
+            }
+            moved = self.replicas.move(state if self.tier == old else None, old, new)
+            if moved is not None:
+                for optimizer, value in zip(optimizers, moved["optimizers"], strict=True):
+                    optimizer.load_state_dict(value)
+                if moved["precision"]:
+                    precision.load_state_dict(moved["precision"])
+            elif self.tier == old:
+                for optimizer in optimizers:
+                    optimizer.state.clear()
+        self.replicas.owner = new
+        self.schedule = schedule
+        self._step_seconds.clear()
+        for parameter in self.module.parameters():
+            parameter.grad = None

@@ -1,0 +1,542 @@
+"""Lightning's face of the package: `HierTrainStrategy`.
+
+It answers Lightning's calls and hands the work to a `Session`. No process group is opened: barrier, broadcast and the
+like run over the same links as the tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_hiertrain.callbacks import ProfilingCallback
+from lightning_hiertrain.checks import check_module, check_trainer
+from lightning_hiertrain.meeting import connect
+from lightning_hiertrain.opening import Opening, open_run, plan_and_adopt
+from lightning_hiertrain.planning import POLICIES
+from lightning_hiertrain.profiles import Profile
+from lightning_hiertrain.remote_data import RemoteData
+from lightning_hiertrain.sandbox import Sandbox
+from lightning_hiertrain.schedule import Schedule
+from lightning_hiertrain.session import Session
+from lightning_hiertrain.topology import Topology
+from lightning_hiertrain.transport.collectives import Collectives
+from lightning_hiertrain.transport.network import Network
+
+log = logging.getLogger(__name__)
+
+
+class HierTrainStrategy(ParallelStrategy):
+    """Trains one model across a device, an edge server and a cloud machine, exactly as one machine would.
+
+    Args:
+        tiers: Names of the tiers by global rank, lowest first.
+        data_tier: The tier whose process builds the dataset and runs the dataloader.
+        schedule: A schedule, or a file that holds one, to use as it is: nothing is measured or planned.
+        profile: A profile, or a file that holds one, to plan from: nothing is measured.
+        policy: How to plan: `"hiertrain"` takes the best of all schedules; the others are those of other systems.
+        topology: The machines, how they reach each other and their public keys, or a file that holds this. Without it all
+            tiers are processes of this machine.
+        private_key: File with this tier's private key; by default `<tier>.key` beside the topology file.
+        profile_steps: Over how many training steps the measuring is spread; it ends with the first epoch at the latest.
+        profile_seconds: Time that measuring the layers may take in all on a tier, on top of the training steps.
+        timeout_seconds: How long a tier waits for another before it gives up, at the start and in every step.
+        silence_seconds: After how long without a sign of life a tier counts as lost.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: Set by the Trainer.
+        precision_plugin: Set by the Trainer.
+
+    Raises:
+        ValueError: If an argument is impossible.
+    """
+
+    def __init__(
+        self,
+        *,
+        tiers: Sequence[str] = ("device", "edge", "cloud"),
+        data_tier: str = "device",
+        schedule: Schedule | str | Path | None = None,
+        profile: Profile | str | Path | None = None,
+        policy: Literal[
+            "hiertrain", "all-device", "all-edge", "all-cloud", "jointdnn", "jalad"
+        ] = "hiertrain",
+        topology: Topology | str | Path | None = None,
+        private_key: str | Path | None = None,
+        profile_steps: int = 10,
+        profile_seconds: float = 15.0,
+        timeout_seconds: float = 120.0,
+        silence_seconds: float = 10.0,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if len(set(tiers)) != len(tiers) or len(tiers) < 2:
+            raise ValueError(f"`tiers` must name two or more different tiers, got {tuple(tiers)}")
+        if data_tier not in tiers:
+            raise ValueError(f"`data_tier={data_tier!r}` is not one of `tiers={tuple(tiers)}`")
+        if policy not in POLICIES:
+            raise ValueError(f"`policy={policy!r}` is unknown; choose one of {sorted(POLICIES)}")
+        for name, value in (
+            ("profile_steps", profile_steps),
+            ("profile_seconds", profile_seconds),
+            ("timeout_seconds", timeout_seconds),
+            ("silence_seconds", silence_seconds),
+        ):
+            if not value > 0:
+                raise ValueError(f"`{name}` must be above 0, got {value!r}")
+        if schedule is not None and profile is not None:
+            raise ValueError(
+                "`schedule` and `profile` exclude each other: a given schedule is used as it is; "
+                "leave out `profile`, or leave out `schedule` to plan from the profile"
+            )
+        self._topology_file = Path(topology) if isinstance(topology, str | Path) else None
+        self._tiers = tuple(tiers)
+        self._data_tier = data_tier
+        self._given_schedule = (
+            Schedule.from_json(schedule) if isinstance(schedule, str | Path) else schedule
+        )
+        self._given_profile = (
+            Profile.from_json(profile) if isinstance(profile, str | Path) else profile
+        )
+        self._policy = policy
+        self._topology = (
+            Topology.from_json(topology) if isinstance(topology, str | Path) else topology
+        )
+        if self._topology is not None and self._topology.names != self._tiers:
+            raise ValueError(
+                f"the topology has the tiers {self._topology.names}, `tiers` are {self._tiers}; name the same "
+                "in the same order"
+            )
+        for what, names in (
+            ("schedule", None if self._given_schedule is None else self._given_schedule.shares),
+            ("profile", None if self._given_profile is None else self._given_profile.tiers),
+        ):
+            if names is not None and not set(names) <= set(self._tiers):
+                raise ValueError(
+                    f"the {what} is for the tiers {tuple(names)}, `tiers` are {self._tiers}"
+                )
+        self._private_key = private_key
+        self._timeout_seconds = timeout_seconds
+        self._silence_seconds = silence_seconds
+        self._profiling = ProfilingCallback(num_steps=profile_steps, seconds=profile_seconds)
+        self._num_nodes = 1
+        self._network: Network | None = None
+        self._collectives: Collectives | None = None
+        self._tier_of_rank: tuple[str, ...] = self._tiers
+        self._session: Session | None = None
+        self._remote_data: RemoteData | None = None
+        self._profile = self._given_profile
+        self._weight: int | None = None
+
+    # What is in force
+
+    @property
+    def tier(self) -> str:
+        """The tier that this process is."""
+        if self._network is not None:
+            return self._network.tier
+        return os.environ.get("HIERTRAIN_TIER") or self._tiers[self.global_rank]
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule in force, `None` before the first training step."""
+        return self._session.schedule if self._session is not None else self._given_schedule
+
+    @property
+    def profile(self) -> Profile | None:
+        """The profile that was measured or given, `None` if there is none yet."""
+        return self._profile
+
+    @property
+    def measured_step_seconds(self) -> float | None:
+        """Median seconds of a training step under the schedule in force, seen from this tier."""
+        return self._session.measured_step_seconds if self._session is not None else None
+
+    @property
+    def session(self) -> Session:
+        """This tier's part in the run.
+
+        Raises:
+            RuntimeError: Before the run has begun.
+        """
+        if self._session is None:
+            raise RuntimeError("the tiers meet when the Trainer starts to fit, validate, test or predict")
+        return self._session
+
+    # Processes and ranks
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": 1, "rank": 0}
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._check_world_size(self.num_nodes * self.num_processes)
+        self._launcher = _SubprocessScriptLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes
+        )
+
+    def _check_world_size(self, world_size: int) -> None:
+        if world_size != len(self._tiers):
+            raise MisconfigurationException(
+                f"`HierTrainStrategy` has {len(self._tiers)} tiers {self._tiers} and the Trainer starts {world_size} "
+                f"process(es); use `Trainer(devices={len(self._tiers)})` on one machine, or "
+                f"`Trainer(devices=1, num_nodes={len(self._tiers)})` with one process on each machine"
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tells Lightning which rank this process has."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(
+                self.node_rank * self.num_processes + self.local_rank
+            )
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Meets the other tiers and puts the stand-ins for data in place."""
+        super().setup_environment()
+        assert self.cluster_environment is not None and self.lightning_module is not None
+        self.set_world_ranks()
+        self._check_world_size(self.world_size)
+        check_trainer(self.lightning_module.trainer)
+        if self._network is None:
+            self._network, self._tier_of_rank = connect(
+                tiers=self._tiers,
+                rank=self.global_rank,
+                topology=self._topology,
+                topology_file=self._topology_file,
+                private_key=self._private_key,
+                is_one_machine=self.num_nodes == 1,
+                main_port=self.cluster_environment.main_port,
+                timeout_seconds=self._timeout_seconds,
+                silence_seconds=self._silence_seconds,
+            )
+            self._collectives = Collectives(self._network, self._tiers)
+        assert self._collectives is not None
+        module, trainer = self.lightning_module, self.lightning_module.trainer
+        if self._session is None or self._session.module is not module:
+            self._session = Session(self._network, self._collectives, self._data_tier, module)
+        self._session.mirror.wrap_hooks(self._run_hook)
+        self._remote_data = RemoteData(
+            trainer,
+            module,
+            is_data_tier=self._session.is_data_tier,
+            data_tier=self._data_tier,
+            collectives=self._collectives,
+        )
+        self._remote_data.install()
+        wants_profile = self._given_schedule is None and self._profile is None
+        if trainer.state.fn == TrainerFn.FITTING and wants_profile:
+            self._profiling.attach(trainer)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Refuses what cannot work and gives all tiers the same weights."""
+        module = self.lightning_module
+        assert module is not None
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_module(module, self.optimizers)
+        self.session.replicas.equalise(self._tier_of_rank[0], self._collectives)
+
+    def model_to_device(self) -> None:
+        """Moves the module to this tier's device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # Collectives: local while user code runs on one tier alone
+
+    @property
+    def _is_local(self) -> bool:
+        if self._session is None or self._session.is_user_code_alone:
+            return True
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module.trainer.interrupted
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all tiers."""
+        if self._collectives is not None and not self._is_local:
+            self._collectives.barrier(name)
+
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Returns the object of rank `src` on all tiers."""
+        if self._collectives is None or self._is_local:
+            return obj
+        result: TBroadcast = self._collectives.broadcast(obj, self._tier_of_rank[src])
+        return result
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Returns the value as it is: the tiers have one and the same, as one process has."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Returns the tensor as it is, as on one process."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agrees on a decision."""
+        if self._collectives is None or self._is_local:
+            return decision
+        return self._collectives.all(decision) if all else self._collectives.any(decision)
+
+    # Data
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Puts a stand-in for a dataloader on the tiers that have no data."""
+        assert self._remote_data is not None
+        return self._remote_data.process_dataloader(dataloader)
+
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Moves a batch to where it is needed: to this tier's device, and its rows to the other tiers."""
+        session = self.session
+        move = functools.partial(
+            super().batch_to_device, device=device, dataloader_idx=dataloader_idx
+        )
+        whole = move(batch) if session.is_data_tier else None
+        weight = _batch_size(whole) if session.is_data_tier else None
+        module = self.lightning_module
+        assert module is not None
+        if module.trainer.training:
+            if session.chain is None:
+                self._begin(whole)
+            mini_batch = session.begin_training_batch(
+                whole, weight, self.optimizers, self.precision_plugin
+            )
+            if session.is_data_tier:
+                return whole
+            if session.is_owner:
+                return mini_batch.batch
+            return batch.sized(mini_batch.weight or mini_batch.num_samples)
+        content, self._weight = session.begin_evaluation_batch(whole, weight)
+        if session.is_data_tier:
+            return whole
+        return content if session.is_owner else batch.sized(self._weight or 1)
+
+    def _begin(self, batch: Any) -> None:
+        """Before the first training step: finds the chain of layers and the schedule to begin with."""
+        assert self.lightning_module is not None
+        opening = Opening(
+            schedule=self._given_schedule,
+            profile=self._profile,
+            policy=self._policy,
+            model=type(self.lightning_module).__name__,
+        )
+        open_run(self.session, self.sandbox, batch, opening)
+
+    def sandbox(self) -> Sandbox:
+        """Returns a copy of the module to trace and measure."""
+        assert self.lightning_module is not None
+        return Sandbox(
+            self.lightning_module, self.optimizers, self.precision_plugin.train_step_context
+        )
+
+    def adopt_profile(self, profile: Profile) -> None:
+        """Plans from a profile and puts the schedule in force from the next optimizer step on.
+
+        All tiers call this together. The data tier plans.
+
+        Args:
+            profile: What was measured; the same on all tiers.
+        """
+        self._profile = profile
+        plan_and_adopt(self.session, profile, self._policy)
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs this tier's part of the user's `training_step`; returns the owner's output on every tier."""
+        assert self.lightning_module is not None
+        training_step, rest = self.lightning_module.training_step, args[1:]
+
+        def step(batch: Any) -> Any:
+            with self.precision_plugin.train_step_context():
+                return training_step(batch, *rest, **kwargs)
+
+        return self.session.run_training_step(step)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's `validation_step` on the owner; returns its output on every tier."""
+        assert self.lightning_module is not None
+        return self._evaluate("validation", super().validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's `test_step` on the owner; returns its output on every tier."""
+        return self._evaluate("test", super().test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's `predict_step` on the owner; returns its output on every tier."""
+        return self._evaluate("prediction", super().predict_step, args, kwargs)
+
+    def _evaluate(
+        self,
+        what: str,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        run = functools.partial(step, *args, **kwargs)
+        return self.session.run_on_owner(run, self._weight, f"end a {what} step")
+
+    def _run_hook(
+        self, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        run = functools.partial(original, *args, **kwargs)
+        return self.session.run_on_owner(run, None, f"end the hook `{name}`")
+
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Runs this tier's part of the backward pass; on the owner all gradients are there at the end."""
+        module = self.lightning_module
+        assert module is not None
+
+        def on_owner(end_backward: Callable[[], None]) -> Tensor:
+            loss = self.precision_plugin.pre_backward(closure_loss, module)
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+            end_backward()
+            loss = self.precision_plugin.post_backward(loss, module)
+            return loss
+
+        result = self.session.run_backward(on_owner)
+        return closure_loss.detach() if result is None else result
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """A context in which gradients add up on each tier and are not exchanged."""
+        self.session.accumulate(True)
+        try:
+            yield
+        finally:
+            self.session.accumulate(False)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the optimizer on the owner and returns the prefix workers their new weights."""
+
+        def on_owner(whole_closure: Callable[[], Any]) -> Any:
+            return super(HierTrainStrategy, self).optimizer_step(
+                optimizer, whole_closure, model, **kwargs
+            )
+
+        if not self.session.is_owner:
+            # What the optimizer's own `step` would note for the learning-rate scheduler.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        return self.session.run_optimizer_step(closure, on_owner)
+
+    # States
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the newest weights on rank 0 and nothing elsewhere; all tiers call this together."""
+        self.session.replicas.bring(self._tier_of_rank[0])
+        return super().lightning_module_state_dict() if self.is_global_zero else {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns the owner's optimizer state on rank 0 and nothing elsewhere."""
+        session, rank_zero = self.session, self._tier_of_rank[0]
+        owner = session.replicas.owner
+        state = super().optimizer_state(optimizer) if session.tier == owner else None
+        return session.replicas.move(state, owner, rank_zero) or {}
+
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads a checkpoint on rank 0 and gives it to all tiers."""
+        assert self._collectives is not None
+        source, checkpoint = self._tier_of_rank[0], None
+        if self.is_global_zero:
+            checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        loaded: dict[str, Any] = self._collectives.broadcast(checkpoint, source)
+        self.session.replicas.all_are_equal()
+        return loaded
+
+    # The end
+
+    def on_train_end(self) -> None:
+        """Gives all tiers the final weights."""
+        self.session.bring_weights_everywhere()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells the other tiers why this one ends."""
+        if self._network is not None:
+            text = "".join(traceback.format_exception(exception)).strip()
+            self._network.abort(text)
+
+    def teardown(self) -> None:
+        """Takes back every change to the user's objects; the links stay for a later `test()`."""
+        if self._session is not None:
+            self._session.mirror.close()
+        if self._remote_data is not None:
+            self._remote_data.restore()
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Makes `Trainer(strategy="hiertrain")` work."""
+        strategy_registry.register("hiertrain", cls, description=cls.__name__, override=True)
+
+
+def _batch_size(batch: Any) -> int | None:
+    """Returns the batch size that Lightning infers, `None` if it finds none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return int(extract_batch_size(batch))
+        except (MisconfigurationException, RecursionError):
+            return None
