@@ -15,14 +15,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hiertrain.mirror.attributes import Attributes
+from lightning_hiertrain.mirror.loggers import LoggerCalls
 from lightning_hiertrain.mirror.metrics import find_metrics, load_metric, mark, metric_changes
+from lightning_hiertrain.mirror.reductions import reduction, reduction_name
 from lightning_hiertrain.mirror.values import Carrier, carry_or_none, placed
 
 log = logging.getLogger(__name__)
@@ -48,40 +49,51 @@ step.
 
 _RunHook = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _LOG_PARAMETERS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
-_REDUCTIONS: dict[str, Any] = {
-    **{f"torch.{name}": getattr(torch, name) for name in ("mean", "sum", "max", "min")},
-    "builtins.sum": sum,
-    "builtins.max": max,
-    "builtins.min": min,
-}
 _SYNC_WARNING = r"It is recommended to use `self\.log\(.*sync_dist=True\)`"
 
 
 class Recording:
     """What the code that runs meanwhile does to the outside. `Mirror.record` makes it."""
 
-    def __init__(self, mirror: Mirror, *, batch_size: int | None, own_samples: int | None) -> None:
+    def __init__(
+        self,
+        mirror: Mirror,
+        *,
+        batch_size: int | None,
+        own_samples: int | None,
+        goes_on: bool,
+    ) -> None:
         self.batch_size = batch_size
         self.own_samples = own_samples
+        self._goes_on = goes_on
         self._mirror = mirror
         self._calls: list[list[Any]] = []
-        self._before = mirror.snapshot()
+        self._before: tuple[Any, ...] | None = mirror.snapshot()
 
     def payload(self, output: Any = None) -> dict[str, Any]:
-        """Returns what was recorded since the start or since the last payload, fit to travel.
+        """Returns what was recorded, fit to travel.
+
+        A surrounding recording gives any number of payloads, each with what came after the one
+        before; any other gives one, at its end.
 
         Args:
             output: What the step or hook returned. Leaves that cannot travel become `None`.
+
+        Raises:
+            RuntimeError: If the recording is over.
         """
+        if self._before is None:
+            raise RuntimeError("this recording has given its payload; begin another one")
         changes = self._mirror.changes(self._before)
         calls, self._calls = self._calls, []
-        self._before = self._mirror.snapshot()
+        self._before = self._mirror.snapshot() if self._goes_on else None
         return {
             "logs": [
                 (fx, name, value.cpu() if isinstance(value, Tensor) else value, kwargs)
                 for fx, name, value, kwargs in calls
             ],
             **changes,
+            "loggers": self._mirror.loggers.take(),
             "output": self._mirror.carry_output(output),
             "batch_size": self.batch_size,
         }
@@ -90,7 +102,7 @@ class Recording:
         """Keeps one call of `self.log` that Lightning has accepted."""
         carried = {key: item for key, item in kwargs.items() if key != "sync_dist_group"}
         if "reduce_fx" in carried:
-            carried["reduce_fx"] = _reduction_name(carried["reduce_fx"], name)
+            carried["reduce_fx"] = reduction_name(carried["reduce_fx"], name)
         self._calls.append([fx, name, self._mirror.carry_logged(value), carried])
 
 
@@ -114,6 +126,11 @@ class Mirror:
         self._log_depth = 0
         self._hooks: dict[str, Any] = {}
         self._warned: set[str] = set()
+        trainer = module._trainer
+        self.loggers = LoggerCalls(
+            () if trainer is None else trainer.loggers,
+            writes=trainer is None or trainer.is_global_zero,
+        )
         warnings.filterwarnings("ignore", message=_SYNC_WARNING)
         self._filter = warnings.filters[0]
 
@@ -151,7 +168,13 @@ class Mirror:
                 self._recording.own_samples = own_samples
                 yield self._recording
             else:
-                with self._new_recording(batch_size, own_samples) as recording:
+                recording = Recording(
+                    self,
+                    batch_size=batch_size,
+                    own_samples=own_samples,
+                    goes_on=surrounding,
+                )
+                with self._patched_log(recording):
                     yield recording
         finally:
             self._in_user_code = was_in_user_code
@@ -180,6 +203,7 @@ class Mirror:
         finally:
             module._current_fx_name = fx_before
             self._replaying = False
+        self.loggers.replay(payload["loggers"])
         return placed(payload["output"], module.device)
 
     def set_batch_size(self, batch_size: int | None) -> None:
@@ -264,16 +288,14 @@ class Mirror:
         return Carrier(substitute=substitute).carry(output)
 
     @contextmanager
-    def _new_recording(
-        self, batch_size: int | None, own_samples: int | None
-    ) -> Iterator[Recording]:
-        recording = Recording(self, batch_size=batch_size, own_samples=own_samples)
+    def _patched_log(self, recording: Recording) -> Iterator[None]:
         values = vars(self._module)
         shadowed = values.get("log")
         values["log"] = functools.partial(self._record_log, recording, self._module.log)
         self._recording = recording
         try:
-            yield recording
+            with self.loggers.record():
+                yield
         finally:
             self._recording = None
             _restore(values, "log", shadowed)
@@ -334,7 +356,7 @@ class Mirror:
     def _replay_log(self, name: str, value: Any, kwargs: dict[str, Any]) -> None:
         kwargs = dict(kwargs)
         if "reduce_fx" in kwargs:
-            kwargs["reduce_fx"] = _REDUCTIONS.get(kwargs["reduce_fx"], kwargs["reduce_fx"])
+            kwargs["reduce_fx"] = reduction(kwargs["reduce_fx"])
         if not isinstance(value, dict):
             self._module.log(name, placed(value, self._module.device), **kwargs)
             return
@@ -367,15 +389,3 @@ def _restore(values: dict[str, Any], key: str, shadowed: Any) -> None:
         values.pop(key, None)
     else:
         values[key] = shadowed
-
-
-def _reduction_name(reduction: Any, name: str) -> str:
-    if isinstance(reduction, str):
-        return reduction
-    for known, function in _REDUCTIONS.items():
-        if function is reduction:
-            return known
-    raise ValueError(
-        f"self.log({name!r}, reduce_fx={reduction!r}): the other tiers know only mean, sum, max "
-        f"and min; log a torchmetrics.Metric for a reduction of your own"
-    )

@@ -78,7 +78,8 @@ class Carrier:
             self._give_up(type(value), "it is not a dense tensor with values")
             return None
         self._spend(value.numel() * value.element_size())
-        return value.detach().cpu()
+        # A copy: sending takes the bytes later, and the user's code may change them before.
+        return value.detach().clone() if value.device.type == "cpu" else value.detach().cpu()
 
     def _carry_rare(self, value: Any) -> Any:
         if isinstance(value, np.ndarray | bytes):

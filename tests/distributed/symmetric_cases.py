@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -133,16 +134,16 @@ class Symmetric(ParallelStrategy):
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         if self.tier == self.data_tier:
             moved = super().batch_to_device(batch, device, dataloader_idx)
-            self.collectives.broadcast(list(moved), self.data_tier)
+            self.collectives.broadcast(deepcopy(list(moved)), self.data_tier)
             return moved
         received = self.collectives.broadcast(None, self.data_tier)
         return received if self.is_owner else batch.sized(len(received[0]))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return dict(self.from_owner(dict(super().lightning_module_state_dict())))
+        return dict(self.from_owner(deepcopy(dict(super().lightning_module_state_dict()))))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return dict(self.from_owner(super().optimizer_state(optimizer)))
+        return dict(self.from_owner(deepcopy(super().optimizer_state(optimizer))))
 
     def on_train_end(self) -> None:
         self.lightning_module.load_state_dict(self.lightning_module_state_dict())
@@ -217,7 +218,10 @@ class Model(LightningModule):
         self.outputs.append(loss)
 
     def on_validation_epoch_end(self) -> None:
-        self.log("val_mean", torch.stack(self.outputs).mean() + self.average * 0)
+        mean = torch.stack(self.outputs).mean()
+        self.log("val_mean", mean)
+        self.logger.log_metrics({"direct": float(mean)}, step=self.global_step)
+        self.logger.experiment.log_metrics({"writer": mean.item()}, step=self.global_step)
         self.outputs.clear()
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -297,13 +301,14 @@ def train(
     owner: str | None = None,
     data_tier: str = "device",
     fails: bool = False,
-    resume: str | None = None,
+    resume: bool = False,
+    max_epochs: int = 6,
 ) -> Any:
     """Fits, validates, tests and predicts; with `owner=None` plainly, in one process."""
     rank = int(os.environ.get("LOCAL_RANK", 0))
     plain = owner is None
     strategy = SingleDeviceStrategy("cpu") if plain else Symmetric(owner, data_tier)
-    rates, stopping = Rates(), EarlyStopping("val_mean", patience=2, mode="min")
+    rates, stopping = Rates(), EarlyStopping("val_mean", patience=3, mode="min")
     saving = ModelCheckpoint(
         Path(folder, "checkpoints"),
         "{epoch}-{step}-{val_mean:.6f}",
@@ -316,7 +321,7 @@ def train(
         accelerator="cpu",
         devices=1 if plain else 3,
         strategy=strategy,
-        max_epochs=6,
+        max_epochs=max_epochs,
         callbacks=[rates, stopping, saving],
         logger=logger,
         log_every_n_steps=1,
@@ -326,7 +331,7 @@ def train(
     )
     torch.manual_seed(0)
     model, data = Model(), Data(plain or TIERS[rank] == data_tier, fails)
-    trainer.fit(model, datamodule=data, ckpt_path=resume)
+    trainer.fit(model, datamodule=data, ckpt_path="last" if resume else None)
     found = {
         "classes": model.classes,
         "average": model.average,

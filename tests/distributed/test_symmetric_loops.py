@@ -13,21 +13,22 @@ from tests.distributed.symmetric_cases import train
 
 TARGET = "tests.distributed.symmetric_cases:train"
 PLACES = [("edge", "device"), ("device", "cloud")]
+STAGES: list[dict[str, Any]] = [{"max_epochs": 3}, {"max_epochs": 6, "resume": True}]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("runs")
-    plain = train(str(folder / "plain"))
-    resumed = str(folder / "plain" / "checkpoints" / "last.ckpt")
+    plain = [train(str(folder / "plain"), **stage) for stage in STAGES]
     cases = [
         Case(
             target=TARGET,
-            kwargs={"folder": str(folder / owner), "owner": owner, "data_tier": data_tier},
+            kwargs={"folder": str(folder / owner), "owner": owner, "data_tier": data_tier, **stage},
         )
         for owner, data_tier in PLACES
+        for stage in STAGES
     ]
-    return plain, run_cases(cases, timeout_seconds=110), folder, resumed
+    return plain * len(PLACES), run_cases(cases, timeout_seconds=110), folder
 
 
 def same(first: Any, second: Any) -> bool:
@@ -42,10 +43,12 @@ def same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def test_every_tier_ends_as_one_process_does(runs: Any) -> None:
-    plain, cases, *_ = runs
-    assert len(plain["rates"]) > 2
-    for ranks in cases:
+def test_every_tier_ends_as_one_process_does_also_when_resumed(runs: Any) -> None:
+    expected, cases, _ = runs
+    assert expected[0]["epochs"] == 3 < expected[1]["epochs"]
+    assert "direct" in expected[0]["log"]
+    assert "writer" in expected[0]["log"]
+    for plain, ranks in zip(expected, cases, strict=True):
         for rank, found in enumerate(ranks):
             for key, value in plain.items():
                 if key != "log" or rank == 0:
@@ -53,7 +56,7 @@ def test_every_tier_ends_as_one_process_does(runs: Any) -> None:
 
 
 def test_the_checkpoint_holds_what_plain_lightning_would_save(runs: Any) -> None:
-    *_, folder, _ = runs
+    *_, folder = runs
     plain, *others = (
         torch.load(folder / name / "checkpoints" / "last.ckpt", weights_only=False)
         for name in ("plain", *(owner for owner, _ in PLACES))

@@ -375,13 +375,27 @@ def test_a_leaf_that_cannot_travel_becomes_none_with_one_warning(
 ) -> None:
     model = Model()
     mirror = Mirror(model)
-    with mirror.record() as recording:
-        for _ in range(2):
+    for _ in range(2):
+        with mirror.record() as recording:
             payload = recording.payload({"loss": torch.ones(1), "object": Meter()})
     mirror.close()
     assert payload["output"]["object"] is None
     assert payload["output"]["loss"] == 1
     assert len([r for r in caplog.records if "Meter" in r.getMessage()]) == 1
+
+
+def test_a_payload_is_not_changed_by_what_comes_later() -> None:
+    model = Model()
+    mirror = Mirror(model)
+    with mirror.record() as recording:
+        model.running += 1
+        payload = recording.payload(model.running)
+    model.running += 1
+    mirror.close()
+    assert payload["output"] == 1
+    assert payload["attributes"][0]["values"]["running"] == 1
+    with pytest.raises(RuntimeError, match="begin another one"):
+        recording.payload()
 
 
 def test_a_tensor_changed_in_place_is_seen() -> None:
