@@ -238,13 +238,17 @@ class Mirror:
         return tuple(self._hooks)
 
     def close(self) -> None:
-        """Takes back every change to the module, its metrics and the warning filters."""
+        """Takes back every change to the module, its metrics and the warning filters.
+
+        The mirror may be used again; then it finds the module's metrics anew.
+        """
         for name, shadowed in self._hooks.items():
             _restore(vars(self._module), name, shadowed)
         self._hooks.clear()
         for metric, function in self._available_fns.values():
             metric.distributed_available_fn = function
         self._available_fns.clear()
+        self._num_children = -1
         if self._filter in warnings.filters:
             warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 

@@ -298,6 +298,21 @@ def test_close_leaves_the_module_as_it_was() -> None:
     assert [m.distributed_available_fn for m in metrics] == functions
 
 
+def test_a_closed_mirror_can_be_used_again() -> None:
+    model, other = Model(), Model()
+    mirror, replica = Mirror(model), Mirror(other)
+    mirror.close()
+    replica.close()
+    assert "on_train_epoch_end" in mirror.wrap_hooks(lambda *_: None)
+    with mirror.record() as recording:
+        model.accuracy.update(torch.eye(3), torch.arange(3))
+        replica.replay(recording.payload())
+    assert not model.accuracy.distributed_available_fn()
+    assert other.accuracy.compute() == 1
+    mirror.close()
+    replica.close()
+
+
 def test_hooks_that_are_not_overridden_stay_untouched() -> None:
     class Bare(LightningModule):
         pass
