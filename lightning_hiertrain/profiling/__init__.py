@@ -1,0 +1,1 @@
+"""Measures a tier and its links. In: a chain and a step, links. Out: parts of a `Profile`."""
