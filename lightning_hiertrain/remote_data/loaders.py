@@ -46,6 +46,20 @@ class BatchToken:
         return f"BatchToken({self.index}, num_samples={self.num_samples})"
 
 
+def sized_token(batch: Any, num_samples: int) -> BatchToken:
+    """Returns a token of known size for what the loops yield without data.
+
+    Args:
+        batch: A token, or for combined loaders the structure of tokens that stands for one batch.
+        num_samples: Samples in the mini-batch.
+    """
+    if isinstance(batch, BatchToken):
+        return batch.sized(num_samples)
+    inner = batch.values() if isinstance(batch, dict) else batch
+    tokens = [sized_token(item, num_samples) for item in inner or () if item is not None]
+    return max(tokens, key=lambda token: token.index, default=BatchToken(0, num_samples))
+
+
 class RemoteLoader:
     """Yields a token for each batch that the data tier's loader yields.
 

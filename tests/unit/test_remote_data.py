@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_hiertrain.remote_data import BatchToken, RemoteData
+from lightning_hiertrain.remote_data import BatchToken, RemoteData, sized_token
 from lightning_hiertrain.transport.packing import pack, unpack
 
 
@@ -79,7 +79,7 @@ class OtherTier(DataTier):
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         assert all(isinstance(leaf, BatchToken) or leaf is None for leaf in leaves(batch))
-        return batch.sized(2) if isinstance(batch, BatchToken) else BatchToken(0, 2)
+        return sized_token(batch, 2)
 
     def training_step(self, *args: Any) -> Any:
         return self.lightning_module.layer.weight.sum()
@@ -578,6 +578,12 @@ def test_a_token_tells_lightning_the_batch_s_size() -> None:
     assert extract_batch_size({"a": BatchToken(0).sized(5)}) == 5
     with pytest.raises(MisconfigurationException, match="could not infer the batch_size"):
         extract_batch_size(BatchToken(0))
+
+
+def test_one_token_stands_for_a_combined_batch() -> None:
+    token = sized_token({"a": [BatchToken(1), None], "b": BatchToken(4)}, 8)
+    assert (token.index, token.num_samples) == (4, 8)
+    assert sized_token([None], 8).num_samples == 8
 
 
 def test_shuffling_is_what_it_would_be_in_one_process() -> None:
