@@ -14,15 +14,17 @@ class Collectives:
     Args:
         network: The links, started.
         order: All tiers that take part, in the order of results; the first one collects.
+        name: Keeps the messages of several of these on one network apart.
     """
 
-    def __init__(self, network: Network, order: Sequence[str]) -> None:
+    def __init__(self, network: Network, order: Sequence[str], *, name: str = "collective") -> None:
         if network.tier not in order or len(set(order)) != len(order):
             raise ValueError(
                 f"`order` must name every tier once, {network.tier!r} included; got {tuple(order)}"
             )
         self._network = network
         self._order = tuple(order)
+        self._name = name
         self._count = 0
 
     def barrier(self, name: str | None = None, *, timeout_seconds: float | None = None) -> None:
@@ -55,7 +57,7 @@ class Collectives:
 
     def _tag(self, operation: str) -> str:
         self._count += 1
-        return f"collective/{self._count}/{operation}"
+        return f"{self._name}/{self._count}/{operation}"
 
     def _check(self, tier: str) -> None:
         if tier not in self._order:

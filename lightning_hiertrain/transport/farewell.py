@@ -36,7 +36,7 @@ class Farewell:
     def abort(self, reason: str) -> None:
         """Tells all peers that this tier ends with an error."""
         try:
-            self._tell(ABORT, lambda _: reason)
+            self._tell(self._peers, ABORT, lambda _: reason)
         except Exception:
             log.warning("tier %s could not tell that it ends", self._protocol.tier, exc_info=True)
 
@@ -45,15 +45,18 @@ class Farewell:
         try:
             self._flush(timeout_seconds)
             self._relay_to_the_end()
-            self._tell(BYE, lambda peer: peer.outgoing[Channel.DATA].sent)
+            # A relay hears it last: it stops relaying then.
+            for routed in (True, False):
+                peers = [peer for peer in self._peers if peer.is_neighbour is not routed]
+                self._tell(peers, BYE, lambda peer: peer.outgoing[Channel.DATA].sent)
         except Exception:
             log.warning("tier %s did not close in order", self._protocol.tier, exc_info=True)
 
-    def _tell(self, tag: str, value: Callable[[Peer], Any]) -> None:
+    def _tell(self, peers: list[Peer], tag: str, value: Callable[[Peer], Any]) -> None:
         told = []
 
         def queue_all() -> bool:
-            for peer in self._peers:
+            for peer in peers:
                 if peer.lost is None and peer.established:
                     self._protocol.enqueue(peer, encode(tag, value(peer)), Channel.CONTROL)
                     told.append(peer)
