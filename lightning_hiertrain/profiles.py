@@ -313,7 +313,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def check_number(name: str, value: object, *, positive: bool = False) -> None:
+def check_number(name: str, value: Any, *, positive: bool = False) -> None:
     """Refuses what no measurement can give."""
     least = "above 0" if positive else "of at least 0"
     if not _is_number(value):

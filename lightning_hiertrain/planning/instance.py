@@ -25,6 +25,7 @@ from lightning_hiertrain.topology import Topology
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+_LONGEST_SECONDS = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ def make_instance(
 
     parameters = sums([layer.parameter_bytes for layer in profile.layers])
     state = profile.optimizer_state_bytes
-    return Instance(
+    instance = Instance(
         names=names,
         batch_size=batch_size,
         data=names.index(profile.data_tier),
@@ -140,6 +141,25 @@ def make_instance(
             [[codec.decode_seconds_per_byte.get(t, 0.0) for t in names] for codec in figures]
         ),
     )
+    _check_magnitudes(instance)
+    return instance
+
+
+def _check_magnitudes(instance: Instance) -> None:
+    """Refuses numbers that are possible alone but not together."""
+    i = instance
+    with np.errstate(over="ignore"):
+        times = (i.forward_fixed + i.backward_fixed)[:, -1] + i.loss + i.optimizer
+        times = times + i.batch_size * (i.forward_slope + i.backward_slope)[:, -1]
+        load = i.batch_size * (i.output.max() + i.target) + 2 * i.parameters[-1]
+        carrying = load / i.link_rate if len(i.link_rate) else np.zeros(1)
+        packing = load * (i.encode + i.decode)
+    for what, values in (("computing", times), ("carrying", carrying), ("packing", packing)):
+        if not (values < _LONGEST_SECONDS).all():
+            raise ValueError(
+                f"{what} one mini-batch would take {values.max():.3g} s by this profile, and the "
+                f"planner counts up to {_LONGEST_SECONDS:.0e} s; profile it again"
+            )
 
 
 def _limit(memory_bytes: int | None) -> float:
