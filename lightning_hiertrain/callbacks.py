@@ -1,13 +1,168 @@
-"""Callbacks that the strategy adds by itself or that a user may add."""
+"""Callbacks that the strategy adds by itself."""
 
 from __future__ import annotations
 
+import logging
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_hiertrain.partition.chain import LayerChain
+from lightning_hiertrain.partition.rows import num_samples, select_rows, split_positions
+from lightning_hiertrain.profiles import LayerProfile, Profile, TierProfile
+from lightning_hiertrain.profiling.layers import LayerProfiler, TierMeasurement
+from lightning_hiertrain.profiling.links import measure_links
+
+if TYPE_CHECKING:
+    from lightning_hiertrain.strategy import HierTrainStrategy
+
+log = logging.getLogger(__name__)
+
+_EXAMPLE_ROWS = 8
+"""Rows of the first mini-batch that all tiers get to measure with."""
 
 
 class ProfilingCallback(Callback):
-    def __init__(self, *, num_steps: int, seconds: float) -> None:
-        self._num_steps, self._seconds = num_steps, seconds
+    """Measures layers and links between the first training steps, then hands the profile to the strategy.
 
-    def attach(self, trainer: Trainer) -> None: ...
+    Every tier measures at once, a slice of time ahead of each step; the steps themselves are real ones, taken by the
+    data tier. It ends after `num_steps` steps, when everything is known well enough, or with the first epoch.
+
+    Args:
+        num_steps: Steps over which the measuring is spread.
+        seconds: Time for measuring layers in all.
+    """
+
+    def __init__(self, *, num_steps: int, seconds: float) -> None:
+        self.progress = 0.0
+        """How far the slowest tier is, from 0 to 1."""
+        self._num_steps = num_steps
+        self._seconds = seconds
+        self._slices = 0
+        self._profiler: LayerProfiler | None = None
+        self._sandbox: Any = None
+        self._trainer: Trainer | None = None
+
+    def attach(self, trainer: Trainer) -> None:
+        """Joins a trainer's callbacks, as the first one."""
+        self.detach()
+        self._trainer, self._slices, self.progress = trainer, 0, 0.0
+        trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
+
+    def detach(self) -> None:
+        """Leaves the trainer's callbacks."""
+        self._profiler = self._sandbox = None
+        if self._trainer is not None and self in self._trainer.callbacks:  # type: ignore[attr-defined]
+            self._trainer.callbacks.remove(self)  # type: ignore[attr-defined]
+        self._trainer = None
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Measures for a while."""
+        if self.progress >= 1:
+            return
+        strategy = _strategy(trainer)
+        if self._profiler is None:
+            self._start(strategy, batch)
+        assert self._profiler is not None
+        with self._sandbox.isolated():
+            self._profiler.run_for(self._seconds / self._num_steps)
+        self._slices += 1
+        slowest = min(strategy.session.collectives.all_gather(self._profiler.progress))
+        self.progress = 1.0 if self._slices >= self._num_steps else slowest
+        rank_zero_info(f"HierTrain: profiling {100 * self.progress:3.0f} %")
+        if self.progress >= 1:
+            self._finish(strategy)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Ends the measuring with the first epoch at the latest."""
+        if 0 < self._slices and self.progress < 1:
+            self.progress = 1.0
+            self._finish(_strategy(trainer))
+
+    def _start(self, strategy: HierTrainStrategy, batch: Any) -> None:
+        session = strategy.session
+        assert session.chain is not None and session.mini_batch is not None
+        rank_zero_info(
+            f"HierTrain: measuring {len(session.chain)} layers on the tiers {', '.join(session.network.topology.names)}"
+        )
+        rows = None
+        if session.is_data_tier:
+            samples = num_samples(batch)
+            positions = split_positions(batch, samples)
+            rows = select_rows(batch, positions, slice(0, min(samples, _EXAMPLE_ROWS)))
+        rows = session.placed(session.collectives.broadcast(rows, session.data_tier))
+        self._sandbox = strategy.sandbox()
+        self._profiler = LayerProfiler(
+            session.chain,
+            self._sandbox.loss,
+            self._sandbox.module,
+            rows,
+            batch_size=session.mini_batch.num_samples,
+            optimizer=self._sandbox.optimizers[0],
+            seconds=self._seconds,
+        )
+
+    def _finish(self, strategy: HierTrainStrategy) -> None:
+        session = strategy.session
+        assert self._profiler is not None and session.chain is not None
+        measured = session.collectives.all_gather(self._profiler.result())
+        self._profiler = self._sandbox = None
+        tiers = session.network.topology.names
+        links = measure_links(session.network)
+        profile = assemble(
+            type(session.module).__name__,
+            session.chain,
+            session.data_tier,
+            dict(zip(tiers, measured, strict=True)),
+            links,
+        )
+        strategy.adopt_profile(profile)
+
+
+def assemble(
+    model: str,
+    chain: LayerChain,
+    data_tier: str,
+    measured: dict[str, TierMeasurement],
+    links: Any,
+) -> Profile:
+    """Puts what the tiers measured together.
+
+    Args:
+        model: The model's name.
+        chain: Its layers.
+        data_tier: The tier that has the data.
+        measured: What each tier measured, in order of rank.
+        links: What the links carry.
+    """
+    end = len(chain.calls)
+    leaves = list(zip(chain.leaf_shapes, chain.first_leaf_use, chain.last_leaf_use, strict=True))
+    return Profile(
+        model=model,
+        input_bytes_per_sample=sum(s.bytes_per_sample for s, first, _ in leaves if s and first < end),
+        target_bytes_per_sample=sum(s.bytes_per_sample for s, _, last in leaves if s and last >= end),
+        data_tier=data_tier,
+        tiers={
+            tier: TierProfile(optimizer_seconds=m.optimizer_seconds, loss_seconds=m.loss_seconds)
+            for tier, m in measured.items()
+        },
+        layers=tuple(
+            LayerProfile(
+                name=layer.name,
+                output_bytes_per_sample=layer.output_bytes_per_sample,
+                parameter_bytes=layer.parameter_bytes,
+                forward_seconds={tier: m.forward[i] for tier, m in measured.items()},
+                backward_seconds={tier: m.backward[i] for tier, m in measured.items()},
+            )
+            for i, layer in enumerate(chain)
+        ),
+        links=links,
+    )
+
+
+def _strategy(trainer: Trainer) -> HierTrainStrategy:
+    strategy: Any = trainer.strategy
+    return strategy  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,18 +61,30 @@ class Sandbox:
             as attributes.
         """
         self._logged.clear()
-        step = self.module.training_step
-        with_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-        with self._context():
-            output = step(batch, 0) if with_index else step(batch)
-        loss = output.get("loss") if isinstance(output, dict) else output
+        output = self._run(batch)
+        loss = _loss_of(output)
         kept = [value for child in self.module.modules() for value in vars(child).values()]
         attributes = [x for value in kept if not _is_parameters(value) for x in tensors_in(value)]
         return loss, output, list(self._logged), attributes
 
+    def loss(self, batch: Any) -> Any:
+        """Runs one training step of the copy and returns nothing but its loss."""
+        self._logged.clear()
+        return _loss_of(self._run(batch))
+
+    def _run(self, batch: Any) -> Any:
+        step = self.module.training_step
+        with_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+        with self._context():
+            return step(batch, 0) if with_index else step(batch)
+
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, Tensor):
             self._logged.append(value)
+
+
+def _loss_of(output: Any) -> Any:
+    return output.get("loss") if isinstance(output, Mapping) else output
 
 
 def _is_parameters(value: Any) -> bool:

@@ -132,7 +132,7 @@ class Session:
             mini_batch = self._feed.deal(batch, self._batches, self.schedule, self.chain, weight)
         else:
             mini_batch = self._feed.receive(self._batches, self.schedule, self.chain)
-            mini_batch = replace(mini_batch, batch=self._placed(mini_batch.batch))
+            mini_batch = replace(mini_batch, batch=self.placed(mini_batch.batch))
         self.mini_batch = mini_batch
         return mini_batch
 
@@ -152,7 +152,11 @@ class Session:
         message = self.network.receive(
             self.data_tier, tag, operation="receive a batch of validation, test or prediction"
         )
-        return self._placed(message["batch"]), message["weight"]
+        return self.placed(message["batch"]), message["weight"]
+
+    def placed(self, batch: Any) -> Any:
+        """Moves a batch to this tier's accelerator."""
+        return move_data_to_device(batch, self.module.device)
 
     # Steps
 
@@ -250,9 +254,6 @@ class Session:
             self.replicas.bring(tier)
 
     # Inside
-
-    def _placed(self, batch: Any) -> Any:
-        return move_data_to_device(batch, self.module.device)
 
     def _lead(
         self, step: Callable[[], Any], weight: int | None, *, own_samples: int | None = None

@@ -39,7 +39,7 @@ from lightning_hiertrain.meeting import connect
 from lightning_hiertrain.opening import Opening, open_run, plan_and_adopt
 from lightning_hiertrain.planning import POLICIES
 from lightning_hiertrain.profiles import Profile
-from lightning_hiertrain.remote_data import RemoteData
+from lightning_hiertrain.remote_data import RemoteData, sized_token
 from lightning_hiertrain.sandbox import Sandbox
 from lightning_hiertrain.schedule import Schedule
 from lightning_hiertrain.session import Session
@@ -181,6 +181,11 @@ class HierTrainStrategy(ParallelStrategy):
     def profile(self) -> Profile | None:
         """The profile that was measured or given, `None` if there is none yet."""
         return self._profile
+
+    @property
+    def profiling_progress(self) -> float:
+        """How far the measuring is, from 0 to 1; 1 if nothing is to be measured."""
+        return self._profiling.progress if self._profile is None and self._given_schedule is None else 1.0
 
     @property
     def measured_step_seconds(self) -> float | None:
@@ -360,11 +365,11 @@ class HierTrainStrategy(ParallelStrategy):
                 return whole
             if session.is_owner:
                 return mini_batch.batch
-            return batch.sized(mini_batch.weight or mini_batch.num_samples)
+            return sized_token(batch, mini_batch.weight or mini_batch.num_samples)
         content, self._weight = session.begin_evaluation_batch(whole, weight)
         if session.is_data_tier:
             return whole
-        return content if session.is_owner else batch.sized(self._weight or 1)
+        return content if session.is_owner else sized_token(batch, self._weight or 1)
 
     def _begin(self, batch: Any) -> None:
         """Before the first training step: finds the chain of layers and the schedule to begin with."""
@@ -522,6 +527,7 @@ class HierTrainStrategy(ParallelStrategy):
         """Takes back every change to the user's objects; the links stay for a later `test()`."""
         if self._session is not None:
             self._session.mirror.close()
+        self._profiling.detach()
         if self._remote_data is not None:
             self._remote_data.restore()
         super().teardown()

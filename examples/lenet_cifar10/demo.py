@@ -37,7 +37,7 @@ class Narrator(L.Callback):
         """Starts the clock; importing and connecting do not count as training."""
         self._started = self._told = time.perf_counter()
         self._say("training starts")
-        if _is_hiertrain(trainer) and trainer.strategy.schedule is None:
+        if _is_profiling(trainer):
             self._say("measuring layers and links during the first training steps ...")
 
     def on_train_batch_start(
@@ -59,10 +59,10 @@ class Narrator(L.Callback):
         now = time.perf_counter()
         self.steps += 1
         self.plain_step_seconds.append(now - self._step_started)
-        waiting = _is_hiertrain(trainer) and trainer.strategy.schedule is None
-        if waiting and now - self._told > PROGRESS_EVERY_SECONDS:
+        if _is_profiling(trainer) and now - self._told > PROGRESS_EVERY_SECONDS:
             self._told = now
-            self._say(f"measuring: {self.steps} training steps so far")
+            progress = trainer.strategy.profiling_progress
+            self._say(f"measuring: {progress:.0%}, {self.steps} training steps so far")
 
     def on_validation_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Tells how an epoch went."""
@@ -76,7 +76,9 @@ class Narrator(L.Callback):
         )
 
     def _announce(self, trainer: L.Trainer) -> None:
-        if self.announced or not _is_hiertrain(trainer) or trainer.strategy.schedule is None:
+        if self.announced or not _is_hiertrain(trainer) or _is_profiling(trainer):
+            return
+        if trainer.strategy.schedule.predicted_seconds is None:
             return
         self.announced = True
         schedule = trainer.strategy.schedule
@@ -138,6 +140,10 @@ def _hiertrain_strategy() -> L.pytorch.strategies.Strategy:
 
 def _is_hiertrain(trainer: L.Trainer) -> bool:
     return hasattr(trainer.strategy, "schedule")
+
+
+def _is_profiling(trainer: L.Trainer) -> bool:
+    return _is_hiertrain(trainer) and trainer.strategy.profiling_progress < 1
 
 
 def _timing(trainer: L.Trainer, narrator: Narrator) -> dict[str, object]:

@@ -10,9 +10,12 @@ layer    [   1   ][    2    ][ 3 ][ after the chain: loss, metrics ]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+
+import torch
 
 
 class Kind(Enum):
@@ -38,6 +41,11 @@ class RowShape:
     """Entries along that dimension for one sample (windows, tokens)."""
     dtype: str
     """For example `"float32"`."""
+
+    @property
+    def bytes_per_sample(self) -> int:
+        """Bytes of one sample."""
+        return math.prod(self.of(1)) * int(getattr(torch, self.dtype).itemsize)
 
     def of(self, num_samples: int) -> tuple[int, ...]:
         """Returns the shape for that many samples."""
