@@ -8,12 +8,10 @@ along which dimension the samples lie in each tensor. `proof` then checks every 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_hiertrain.errors import TraceError
@@ -224,7 +222,7 @@ def _layers(
                 output=output,
                 parameters=parameters,
                 parameter_bytes=sum(sizes[name] for name in parameters),
-                output_bytes_per_sample=math.prod(output.of(1)) * getattr(torch, output.dtype).itemsize,
+                output_bytes_per_sample=output.bytes_per_sample,
             )
         )
         start = end + 1
