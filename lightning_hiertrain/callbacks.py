@@ -24,10 +24,12 @@ _EXAMPLE_ROWS = 8
 
 
 class ProfilingCallback(Callback):
-    """Measures layers and links between the first training steps, then hands the profile to the strategy.
+    """Measures layers and links between the first training steps, then hands the profile to the
+    strategy.
 
-    Every tier measures at once, a slice of time ahead of each step; the steps themselves are real ones, taken by the
-    data tier. It ends after `num_steps` steps, when everything is known well enough, or with the first epoch.
+    Every tier measures at once, a slice of time ahead of each step; the steps themselves are real
+    ones, taken by the data tier. It ends after `num_steps` steps, when everything is known well
+    enough, or with the first epoch.
 
     Args:
         num_steps: Steps over which the measuring is spread.
@@ -142,8 +144,12 @@ def assemble(
     leaves = list(zip(chain.leaf_shapes, chain.first_leaf_use, chain.last_leaf_use, strict=True))
     return Profile(
         model=model,
-        input_bytes_per_sample=sum(s.bytes_per_sample for s, first, _ in leaves if s and first < end),
-        target_bytes_per_sample=sum(s.bytes_per_sample for s, _, last in leaves if s and last >= end),
+        input_bytes_per_sample=sum(
+            s.bytes_per_sample for s, first, _ in leaves if s and first < end
+        ),
+        target_bytes_per_sample=sum(
+            s.bytes_per_sample for s, _, last in leaves if s and last >= end
+        ),
         data_tier=data_tier,
         tiers={
             tier: TierProfile(optimizer_seconds=m.optimizer_seconds, loss_seconds=m.loss_seconds)

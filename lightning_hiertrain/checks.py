@@ -33,8 +33,8 @@ def check_module(module: LightningModule, optimizers: Sequence[Optimizer]) -> No
     """Refuses modules whose step is not one forward, one backward and one update.
 
     Raises:
-        MisconfigurationException: If the module optimizes manually, has another number of optimizers than one, or one
-            that evaluates the step several times.
+        MisconfigurationException: If the module optimizes manually, has another number of
+            optimizers than one, or one that evaluates the step several times.
     """
     name = type(module).__name__
     if not module.automatic_optimization:
@@ -78,7 +78,10 @@ def check_profile(profile: Profile, chain: LayerChain, model: str) -> None:
     Raises:
         ValueError: If its layers are not those of the chain.
     """
-    measured = [(layer.name, layer.output_bytes_per_sample, layer.parameter_bytes) for layer in profile.layers]
+    measured = [
+        (layer.name, layer.output_bytes_per_sample, layer.parameter_bytes)
+        for layer in profile.layers
+    ]
     found = [(layer.name, layer.output_bytes_per_sample, layer.parameter_bytes) for layer in chain]
     if len(measured) != len(found):
         raise ValueError(

@@ -1,7 +1,8 @@
 """Everything that can go wrong and has a name of its own.
 
-Errors in arguments are plain `ValueError`/`TypeError`; a Lightning feature that cannot work here raises Lightning's
-`MisconfigurationException`. The classes below are for failures that a caller may want to tell apart.
+Errors in arguments are plain `ValueError`/`TypeError`; a Lightning feature that cannot work here
+raises Lightning's `MisconfigurationException`. The classes below are for failures that a caller may
+want to tell apart.
 """
 
 from __future__ import annotations
@@ -51,4 +52,5 @@ class LinkTimeoutError(LinkError, TimeoutError):
 
 
 class PeerLostError(LinkError, ConnectionError):
-    """A peer was there and is gone: killed, unreachable for longer than the timeout, or it ended with an error."""
+    """A peer was there and is gone: killed, unreachable for longer than the timeout, or it ended
+    with an error."""

@@ -40,7 +40,8 @@ def connect(
         topology_file: Where it was read from, to find the private key beside it.
         private_key: The private key's file, if it lies elsewhere.
         is_one_machine: Whether all processes run on this machine.
-        main_port: A port number that all processes of a run know and no other run on this machine has.
+        main_port: A port number that all processes of a run know and no other run on this machine
+            has.
         timeout_seconds: How long to wait for the others.
         silence_seconds: After how long without a sign of life a tier counts as lost.
 
@@ -48,7 +49,8 @@ def connect(
         The network and the tier of each rank.
 
     Raises:
-        MisconfigurationException: If the tiers cannot find each other, or do not agree on who is who.
+        MisconfigurationException: If the tiers cannot find each other, or do not agree on who is
+            who.
         LinkTimeoutError: If a tier did not answer.
     """
     named = os.environ.get(TIER_VARIABLE)

@@ -1,4 +1,5 @@
-"""How a run begins: the chain of layers is found, a schedule chosen; both decided on the data tier and broadcast."""
+"""How a run begins: the chain of layers is found, a schedule chosen; both decided on the data tier
+and broadcast."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def open_run(
 ) -> None:
     """Finds the chain of layers and the first schedule; all tiers call this together.
 
-    Without a schedule or profile the data tier does everything until the profile is measured: its data need not travel,
-    and the steps are real ones.
+    Without a schedule or profile the data tier does everything until the profile is measured: its
+    data need not travel, and the steps are real ones.
 
     Args:
         session: This tier's part in the run.
@@ -47,7 +48,8 @@ def open_run(
         opening: What the user gave.
 
     Raises:
-        MisconfigurationException: If the model or batch cannot be divided, or what was given does not fit them.
+        MisconfigurationException: If the model or batch cannot be divided, or what was given does
+            not fit them.
     """
 
     def decide() -> tuple[LayerChain, Schedule]:
@@ -62,7 +64,8 @@ def open_run(
 
 
 def plan_and_adopt(session: Session, profile: Profile, policy: str) -> None:
-    """Plans on the data tier, broadcasts the schedule and puts it in force; all tiers call this together."""
+    """Plans on the data tier, broadcasts the schedule and puts it in force; all tiers call this
+    together."""
     assert session.mini_batch is not None
     samples = session.mini_batch.schedule.batch_size
     schedule = _decided(

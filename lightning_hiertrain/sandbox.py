@@ -19,7 +19,8 @@ from lightning_hiertrain.partition.calls import tensors_in
 
 
 class Sandbox:
-    """Runs training steps of a copy: no log, no metric, no gradient and no random number reaches the original.
+    """Runs training steps of a copy: no log, no metric, no gradient and no random number reaches
+    the original.
 
     Args:
         module: The user's module, attached to its trainer.
@@ -57,8 +58,8 @@ class Sandbox:
         """Runs one training step of the copy.
 
         Returns:
-            The loss, then everything else that outlives the step: its output, the logged values and the tensors kept
-            as attributes.
+            The loss, then everything else that outlives the step: its output, the logged values and
+            the tensors kept as attributes.
         """
         self._logged.clear()
         output = self._run(batch)
@@ -88,7 +89,9 @@ def _loss_of(output: Any) -> Any:
 
 
 def _is_parameters(value: Any) -> bool:
-    return isinstance(value, dict) and any(isinstance(x, torch.nn.Parameter) for x in value.values())
+    return isinstance(value, dict) and any(
+        isinstance(x, torch.nn.Parameter) for x in value.values()
+    )
 
 
 def _shared(module: LightningModule) -> dict[int, Any]:

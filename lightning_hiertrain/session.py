@@ -1,7 +1,7 @@
 """One tier's part in a run: everything between Lightning's hooks and the links.
 
-The strategy translates Lightning's calls into these methods; all tiers call them in the same order. What a tier does in
-each depends on its role in the schedule in force.
+The strategy translates Lightning's calls into these methods; all tiers call them in the same order.
+What a tier does in each depends on its role in the schedule in force.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Session:
         self.schedule: Schedule | None = None
         self.mini_batch: MiniBatch | None = None
         self.is_user_code_alone = False
-        """Whether code of the user's runs that the other tiers do not run: collectives are then local."""
+        """Whether code of the user's runs that the other tiers do not run: collectives are then
+        local."""
         self.module = module
         self._feed = Feed(network, data_tier)
         self._owner: Owner | None = None
@@ -84,7 +85,8 @@ class Session:
 
     @property
     def measured_step_seconds(self) -> float | None:
-        """Median time of a training step since the schedule came in force, without the first few."""
+        """Median time of a training step since the schedule came in force, without the first
+        few."""
         steps = self._step_seconds[_WARM_UP_STEPS:] or self._step_seconds
         return statistics.median(steps) if steps else None
 
@@ -104,13 +106,15 @@ class Session:
         )
 
     def adopt(self, schedule: Schedule) -> None:
-        """Puts a schedule in force from the next optimizer step on; all tiers call this together."""
+        """Puts a schedule in force from the next optimizer step on; all tiers call this
+        together."""
         self._pending = schedule
 
     def begin_training_batch(
         self, batch: Any, weight: int | None, optimizers: list[Optimizer], precision: Any
     ) -> MiniBatch:
-        """Deals out or receives a mini-batch; between two optimizer steps, switches to a new schedule first.
+        """Deals out or receives a mini-batch; between two optimizer steps, switches to a new
+        schedule first.
 
         Args:
             batch: On the data tier the whole mini-batch, elsewhere ignored.
@@ -181,10 +185,9 @@ class Session:
             self._prefix.forward(mini_batch, step)
         return self._follow("end its training step")
 
-    def run_on_owner(
-        self, step: Callable[[], Any], weight: int | None, operation: str
-    ) -> Any:
-        """Runs a step or hook on the owner, replays it on the other tiers, and returns its result on all."""
+    def run_on_owner(self, step: Callable[[], Any], weight: int | None, operation: str) -> Any:
+        """Runs a step or hook on the owner, replays it on the other tiers, and returns its result
+        on all."""
         if self.is_owner:
             return self._lead(step, weight)
         return self._follow(operation)
@@ -193,7 +196,8 @@ class Session:
         """Runs this tier's part of the backward pass.
 
         Args:
-            backward: On the owner, carries the loss back; it calls its argument once the gradients are there.
+            backward: On the owner, carries the loss back; it calls its argument once the gradients
+                are there.
 
         Returns:
             What `backward` returned, `None` on other tiers.

@@ -1,7 +1,7 @@
 """Lightning's face of the package: `HierTrainStrategy`.
 
-It answers Lightning's calls and hands the work to a `Session`. No process group is opened: barrier, broadcast and the
-like run over the same links as the tensors.
+It answers Lightning's calls and hands the work to a `Session`. No process group is opened: barrier,
+broadcast and the like run over the same links as the tensors.
 """
 
 from __future__ import annotations
@@ -51,20 +51,27 @@ log = logging.getLogger(__name__)
 
 
 class HierTrainStrategy(ParallelStrategy):
-    """Trains one model across a device, an edge server and a cloud machine, exactly as one machine would.
+    """Trains one model across a device, an edge server and a cloud machine, exactly as one machine
+    would.
 
     Args:
         tiers: Names of the tiers by global rank, lowest first.
         data_tier: The tier whose process builds the dataset and runs the dataloader.
-        schedule: A schedule, or a file that holds one, to use as it is: nothing is measured or planned.
+        schedule: A schedule, or a file that holds one, to use as it is: nothing is measured or
+            planned.
         profile: A profile, or a file that holds one, to plan from: nothing is measured.
-        policy: How to plan: `"hiertrain"` takes the best of all schedules; the others are those of other systems.
-        topology: The machines, how they reach each other and their public keys, or a file that holds this. Without it all
-            tiers are processes of this machine.
-        private_key: File with this tier's private key; by default `<tier>.key` beside the topology file.
-        profile_steps: Over how many training steps the measuring is spread; it ends with the first epoch at the latest.
-        profile_seconds: Time that measuring the layers may take in all on a tier, on top of the training steps.
-        timeout_seconds: How long a tier waits for another before it gives up, at the start and in every step.
+        policy: How to plan: `"hiertrain"` takes the best of all schedules; the others are those of
+            other systems.
+        topology: The machines, how they reach each other and their public keys, or a file that
+            holds this. Without it all tiers are processes of this machine.
+        private_key: File with this tier's private key; by default `<tier>.key` beside the topology
+            file.
+        profile_steps: Over how many training steps the measuring is spread; it ends with the first
+            epoch at the latest.
+        profile_seconds: Time that measuring the layers may take in all on a tier, on top of the
+            training steps.
+        timeout_seconds: How long a tier waits for another before it gives up, at the start and in
+            every step.
         silence_seconds: After how long without a sign of life a tier counts as lost.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
@@ -185,7 +192,11 @@ class HierTrainStrategy(ParallelStrategy):
     @property
     def profiling_progress(self) -> float:
         """How far the measuring is, from 0 to 1; 1 if nothing is to be measured."""
-        return self._profiling.progress if self._profile is None and self._given_schedule is None else 1.0
+        return (
+            self._profiling.progress
+            if self._profile is None and self._given_schedule is None
+            else 1.0
+        )
 
     @property
     def measured_step_seconds(self) -> float | None:
@@ -200,7 +211,9 @@ class HierTrainStrategy(ParallelStrategy):
             RuntimeError: Before the run has begun.
         """
         if self._session is None:
-            raise RuntimeError("the tiers meet when the Trainer starts to fit, validate, test or predict")
+            raise RuntimeError(
+                "the tiers meet when the Trainer starts to fit, validate, test or predict"
+            )
         return self._session
 
     # Processes and ranks
@@ -346,7 +359,8 @@ class HierTrainStrategy(ParallelStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """Moves a batch to where it is needed: to this tier's device, and its rows to the other tiers."""
+        """Moves a batch to where it is needed: to this tier's device, and its rows to the other
+        tiers."""
         session = self.session
         move = functools.partial(
             super().batch_to_device, device=device, dataloader_idx=dataloader_idx
@@ -372,7 +386,8 @@ class HierTrainStrategy(ParallelStrategy):
         return content if session.is_owner else sized_token(batch, self._weight or 1)
 
     def _begin(self, batch: Any) -> None:
-        """Before the first training step: finds the chain of layers and the schedule to begin with."""
+        """Before the first training step: finds the chain of layers and the schedule to begin
+        with."""
         assert self.lightning_module is not None
         opening = Opening(
             schedule=self._given_schedule,
@@ -403,7 +418,8 @@ class HierTrainStrategy(ParallelStrategy):
     # Steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs this tier's part of the user's `training_step`; returns the owner's output on every tier."""
+        """Runs this tier's part of the user's `training_step`; returns the owner's output on every
+        tier."""
         assert self.lightning_module is not None
         training_step, rest = self.lightning_module.training_step, args[1:]
 
@@ -445,7 +461,8 @@ class HierTrainStrategy(ParallelStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Runs this tier's part of the backward pass; on the owner all gradients are there at the end."""
+        """Runs this tier's part of the backward pass; on the owner all gradients are there at the
+        end."""
         module = self.lightning_module
         assert module is not None
 
@@ -490,7 +507,8 @@ class HierTrainStrategy(ParallelStrategy):
     # States
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the newest weights on rank 0 and nothing elsewhere; all tiers call this together."""
+        """Returns the newest weights on rank 0 and nothing elsewhere; all tiers call this
+        together."""
         self.session.replicas.bring(self._tier_of_rank[0])
         return super().lightning_module_state_dict() if self.is_global_zero else {}
 
@@ -501,7 +519,9 @@ class HierTrainStrategy(ParallelStrategy):
         state = super().optimizer_state(optimizer) if session.tier == owner else None
         return session.replicas.move(state, owner, rank_zero) or {}
 
-    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
         """Reads a checkpoint on rank 0 and gives it to all tiers."""
         assert self._collectives is not None
         source, checkpoint = self._tier_of_rank[0], None

@@ -1,6 +1,7 @@
 """Who takes part and who can reach whom: tiers, the links between them, addresses and public keys.
 
-Pure data, read by every stage. A topology file is what the machines of a run share; private keys are never part of it.
+Pure data, read by every stage. A topology file is what the machines of a run share; private keys
+are never part of it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Link:
     between: tuple[str, str]
     """Names of the lower tier, which dials, and of the higher one, which listens."""
     address: str | None = None
-    """`host:port` to dial over this link, if it differs from the higher tier's own `address` (NAT, several networks)."""
+    """`host:port` to dial over this link, if it differs from the higher tier's own `address` (NAT,
+    several networks)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "between", tuple(self.between))
@@ -90,7 +92,9 @@ class Topology:
         for link in self.links:
             for name in link.between:
                 if name not in names:
-                    raise ValueError(f"link {link.name!r} names the tier {name!r}; the tiers are {names}")
+                    raise ValueError(
+                        f"link {link.name!r} names the tier {name!r}; the tiers are {names}"
+                    )
             if names.index(link.between[0]) > names.index(link.between[1]):
                 raise ValueError(
                     f"link {link.name!r} must name the lower tier first; the order of the tiers is {names}"
@@ -219,7 +223,9 @@ def read_json(path: str | Path, *, kind: str) -> dict[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not a {kind} file: {error}") from error
     if not isinstance(data, dict):
-        raise ValueError(f"{path} is not a {kind} file: it holds a {type(data).__name__}, not an object")
+        raise ValueError(
+            f"{path} is not a {kind} file: it holds a {type(data).__name__}, not an object"
+        )
     return data
 
 

@@ -1,4 +1,5 @@
-"""Dealing out mini-batches: each tier gets the rows that its part of the step reads, and no others."""
+"""Dealing out mini-batches: each tier gets the rows that its part of the step reads, and no
+others."""
 
 from __future__ import annotations
 
@@ -27,13 +28,15 @@ class MiniBatch:
     rows: Mapping[str, slice]
     """Which of them each tier takes, in the owner's order."""
     weight: int | None
-    """Lightning's own idea of the batch size, by which it weighs epoch means; `None` if it has none."""
+    """Lightning's own idea of the batch size, by which it weighs epoch means; `None` if it has
+    none."""
     batch: Any
     """What this tier's step sees; `None` on a tier that takes no part."""
 
     @property
     def cuts(self) -> tuple[tuple[str, int, int], ...]:
-        """The prefix workers with rows in this mini-batch: name, layers and rows, shallowest first."""
+        """The prefix workers with rows in this mini-batch: name, layers and rows, shallowest
+        first."""
         return tuple(
             (tier, self.schedule.shares[tier].num_layers, _length(self.rows[tier]))
             for tier in self.schedule.prefix_workers
@@ -76,7 +79,12 @@ class Feed:
         rows = schedule.rows(samples)
         leaves = batch_leaves(batch)
         mini_batch = MiniBatch(
-            index=index, schedule=schedule, num_samples=samples, rows=rows, weight=weight, batch=None
+            index=index,
+            schedule=schedule,
+            num_samples=samples,
+            rows=rows,
+            weight=weight,
+            batch=None,
         )
         for tier in self._network.topology.names:
             if tier != self._data_tier:
@@ -87,7 +95,9 @@ class Feed:
                     "batch": None if seen is None else with_leaves(batch, _emptied(leaves, seen)),
                 }
                 self._network.send(tier, f"{index}/batch", message, control=None)
-        return self._with_own(mini_batch, batch, self._seen(self._data_tier, mini_batch, chain, leaves), chain)
+        return self._with_own(
+            mini_batch, batch, self._seen(self._data_tier, mini_batch, chain, leaves), chain
+        )
 
     def receive(self, index: int, schedule: Schedule, chain: LayerChain) -> MiniBatch:
         """Waits for this tier's rows of a mini-batch."""
@@ -108,7 +118,9 @@ class Feed:
         seen = None
         if batch is not None:
             arrived = zip(batch_leaves(batch), chain.leaf_shapes, strict=True)
-            seen = [None if shape is not None and not leaf.size(0) else leaf for leaf, shape in arrived]
+            seen = [
+                None if shape is not None and not leaf.size(0) else leaf for leaf, shape in arrived
+            ]
         return self._with_own(mini_batch, batch, seen, chain)
 
     def _with_own(
@@ -125,13 +137,18 @@ class Feed:
     ) -> list[Tensor | None] | None:
         cuts = mini_batch.cuts
         if tier == mini_batch.schedule.owner:
-            return owner_leaves(chain, leaves, cuts[0][1], mini_batch.owner_rows) if cuts else list(leaves)
+            return (
+                owner_leaves(chain, leaves, cuts[0][1], mini_batch.owner_rows)
+                if cuts
+                else list(leaves)
+            )
         depth = next((depth for name, depth, _ in cuts if name == tier), None)
         return None if depth is None else prefix_leaves(chain, leaves, depth, mini_batch.rows[tier])
 
 
 def _emptied(leaves: Sequence[Tensor], seen: Sequence[Tensor | None]) -> list[Tensor]:
-    """Puts a tensor without rows where a tier sees nothing, so that the batch keeps its shape on the way."""
+    """Puts a tensor without rows where a tier sees nothing, so that the batch keeps its shape on
+    the way."""
     return [leaf[:0] if part is None else part for leaf, part in zip(leaves, seen, strict=True)]
 
 

@@ -1,4 +1,5 @@
-"""The owner's part of a training step: take in activations, run the rest, gather gradients, return weights."""
+"""The owner's part of a training step: take in activations, run the rest, gather gradients, return
+weights."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Owner:
         self._chain = chain
         self._parameters = dict(module.named_parameters())
         self._awaited: dict[str, int] = {}
-        """Prefix workers that still wait for the gradient of their activations, and for which mini-batch."""
+        """Prefix workers that still wait for the gradient of their activations, and for which
+        mini-batch."""
 
     def forward(self, mini_batch: MiniBatch, step: Callable[[Any], Any]) -> Any:
         """Runs the user's step on this tier's rows, joined at each cut by those that arrive there.
@@ -76,7 +78,9 @@ class Owner:
         parts = [] if alone else [own]
         for worker in workers:
             message = self._network.receive(
-                worker, f"{index}/activations", operation=f"receive the activations of layer {depth}"
+                worker,
+                f"{index}/activations",
+                operation=f"receive the activations of layer {depth}",
             )
             received = message["activations"].to(own.device)
             if message["requires_grad"]:

@@ -1,4 +1,5 @@
-"""A prefix worker's part of a training step: the first layers on its own rows, forward and backward."""
+"""A prefix worker's part of a training step: the first layers on its own rows, forward and
+backward."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Which tier has which weights, and bringing them up to date.
 
-The owner alone has all of them after a step; a prefix worker has those of its layers. Every tier keeps the same books,
-so that a transfer needs no negotiation: the owner sends what the books say is missing, the other tier waits for it.
+The owner alone has all of them after a step; a prefix worker has those of its layers. Every tier
+keeps the same books, so that a transfer needs no negotiation: the owner sends what the books say is
+missing, the other tier waits for it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Replicas:
         self.owner = owner
 
     def stepped(self, schedule: Schedule, chain: LayerChain) -> None:
-        """Notes that the owner has changed the trainable weights and returned the prefix workers theirs."""
+        """Notes that the owner has changed the trainable weights and returned the prefix workers
+        theirs."""
         trainable = {name for name, p in self._module.named_parameters() if p.requires_grad}
         self.owner = schedule.owner
         for tier, stale in self._stale.items():
@@ -93,13 +95,16 @@ class Replicas:
             stale.clear()
 
     def equalise(self, source: str, collectives: Collectives) -> None:
-        """Gives all tiers one tier's weights and buffers; only those that differ travel. All tiers call this together.
+        """Gives all tiers one tier's weights and buffers; only those that differ travel. All tiers
+        call this together.
 
         Args:
             source: The tier.
             collectives: For exchanging the digests.
         """
-        state = self._tensors(parameters={n for n, _ in self._module.named_parameters()}, buffers=True)
+        state = self._tensors(
+            parameters={n for n, _ in self._module.named_parameters()}, buffers=True
+        )
         own = {name: _digest(value) for name, value in state.items()}
         digests = collectives.all_gather(own)
         right = digests[self._network.topology.names.index(source)]
@@ -115,7 +120,9 @@ class Replicas:
             if not names:
                 continue
             if self._network.tier == source:
-                self._network.send(tier, tag, {name: state[name].detach().clone() for name in names})
+                self._network.send(
+                    tier, tag, {name: state[name].detach().clone() for name in names}
+                )
             elif self._network.tier == tier:
                 received = self._network.receive(source, tag, operation="receive the first weights")
                 with torch.no_grad():
