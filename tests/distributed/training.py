@@ -39,11 +39,13 @@ def train(
     max_steps: int = 20,
     monitor: bool = False,
     resume: str | None = None,
+    samples: int = SAMPLES,
     trainer: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Trains a model and returns its weights and what Lightning knows of the run."""
     seed_everything(7)
     module = MODELS[model](optimizer=optimizer, plateau=monitor)
+    initial = {name: value.clone() for name, value in module.state_dict().items()}
     strategy: Any = "auto"
     if not plain:
         strategy = HierTrainStrategy(
@@ -77,11 +79,12 @@ def train(
     )
     made.fit(
         module,
-        loader(model, count=SAMPLES, batch_size=BATCH, seed=1, shuffle=True),
+        loader(model, count=samples, batch_size=BATCH, seed=1, shuffle=True),
         loader(model, count=20, batch_size=8, seed=2, shuffle=False),
         ckpt_path=resume,
     )
     report: dict[str, Any] = {
+        "initial": initial,
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "global_step": made.global_step,
         "epoch": made.current_epoch,
