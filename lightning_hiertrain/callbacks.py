@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hiertrain.partition.chain import LayerChain
 from lightning_hiertrain.partition.rows import num_samples, select_rows, split_positions
 from lightning_hiertrain.profiles import LayerProfile, Profile, TierProfile
 from lightning_hiertrain.profiling.layers import LayerProfiler, TierMeasurement
 from lightning_hiertrain.profiling.links import measure_links
-
-if TYPE_CHECKING:
-    from lightning_hiertrain.strategy import HierTrainStrategy
+from lightning_hiertrain.sandbox import Sandbox
+from lightning_hiertrain.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -23,9 +22,22 @@ _EXAMPLE_ROWS = 8
 """Rows of the first mini-batch that all tiers get to measure with."""
 
 
+class Profiled(Protocol):
+    """What the callback needs of the strategy."""
+
+    @property
+    def session(self) -> Session:
+        """This tier's part in the run."""
+
+    def sandbox(self) -> Sandbox:
+        """Returns a copy of the module to measure."""
+
+    def adopt_profile(self, profile: Profile) -> None:
+        """Plans from a profile; all tiers call it together."""
+
+
 class ProfilingCallback(Callback):
-    """Measures layers and links between the first training steps, then hands the profile to the
-    strategy.
+    """Measures layers and links between the first training steps.
 
     Every tier measures at once, a slice of time ahead of each step; the steps themselves are real
     ones, taken by the data tier. It ends after `num_steps` steps, when everything is known well
@@ -80,15 +92,17 @@ class ProfilingCallback(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the measuring with the first epoch at the latest."""
-        if 0 < self._slices and self.progress < 1:
+        if self._slices > 0 and self.progress < 1:
             self.progress = 1.0
             self._finish(_strategy(trainer))
 
-    def _start(self, strategy: HierTrainStrategy, batch: Any) -> None:
+    def _start(self, strategy: Profiled, batch: Any) -> None:
         session = strategy.session
-        assert session.chain is not None and session.mini_batch is not None
+        assert session.chain is not None
+        assert session.mini_batch is not None
         rank_zero_info(
-            f"HierTrain: measuring {len(session.chain)} layers on the tiers {', '.join(session.network.topology.names)}"
+            f"HierTrain: measuring {len(session.chain)} layers on the tiers "
+            f"{', '.join(session.network.topology.names)}"
         )
         rows = None
         if session.is_data_tier:
@@ -107,9 +121,10 @@ class ProfilingCallback(Callback):
             seconds=self._seconds,
         )
 
-    def _finish(self, strategy: HierTrainStrategy) -> None:
+    def _finish(self, strategy: Profiled) -> None:
         session = strategy.session
-        assert self._profiler is not None and session.chain is not None
+        assert self._profiler is not None
+        assert session.chain is not None
         measured = session.collectives.all_gather(self._profiler.result())
         self._profiler = self._sandbox = None
         tiers = session.network.topology.names
@@ -169,6 +184,6 @@ def assemble(
     )
 
 
-def _strategy(trainer: Trainer) -> HierTrainStrategy:
+def _strategy(trainer: Trainer) -> Profiled:
     strategy: Any = trainer.strategy
     return strategy  # type: ignore[no-any-return]

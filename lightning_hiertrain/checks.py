@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
 from lightning_hiertrain.partition import LayerChain
@@ -24,8 +24,10 @@ def check_trainer(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, BatchSizeFinder):
             raise MisconfigurationException(
-                "`BatchSizeFinder` cannot work with `HierTrainStrategy`: it would try every size on three machines at once; "
-                "find the batch size on one machine with `strategy='auto'` and pass it to the dataloader"
+                "`BatchSizeFinder` cannot work with `HierTrainStrategy`: it would try every size "
+                "on three machines at once; "
+                "find the batch size on one machine with `strategy='auto'` and pass it to the "
+                "dataloader"
             )
 
 
@@ -39,17 +41,21 @@ def check_module(module: LightningModule, optimizers: Sequence[Optimizer]) -> No
     name = type(module).__name__
     if not module.automatic_optimization:
         raise MisconfigurationException(
-            f"`{name}` sets `automatic_optimization = False`: manual optimization cannot work with `HierTrainStrategy`, "
-            "which divides forward, backward and update between machines; use automatic optimization"
+            f"`{name}` sets `automatic_optimization = False`: manual optimization cannot work with "
+            "`HierTrainStrategy`, "
+            "which divides forward, backward and update between machines; use automatic "
+            "optimization"
         )
     if len(optimizers) != 1:
         raise MisconfigurationException(
-            f"`{name}.configure_optimizers` returns {len(optimizers)} optimizers; `HierTrainStrategy` needs exactly one "
+            f"`{name}.configure_optimizers` returns {len(optimizers)} optimizers; "
+            "`HierTrainStrategy` needs exactly one "
             "(with as many parameter groups as you like)"
         )
     if isinstance(optimizers[0], torch.optim.LBFGS):
         raise MisconfigurationException(
-            "`LBFGS` evaluates the training step several times in one update, which `HierTrainStrategy` cannot divide; "
+            "`LBFGS` evaluates the training step several times in one update, which "
+            "`HierTrainStrategy` cannot divide; "
             "use an optimizer that evaluates it once, such as SGD or Adam"
         )
 
@@ -62,13 +68,16 @@ def check_schedule(schedule: Schedule, chain: LayerChain, samples: int) -> None:
     """
     if schedule.num_layers != len(chain):
         raise ValueError(
-            f"the schedule is for a model of {schedule.num_layers} layers, this one has {len(chain)}; "
+            f"the schedule is for a model of {schedule.num_layers} layers, this one has "
+            f"{len(chain)}; "
             "plan again from a profile of this model, or leave out `schedule`"
         )
     if schedule.batch_size != samples:
         raise ValueError(
-            f"the schedule is for mini-batches of {schedule.batch_size} samples, the first one holds {samples}; "
-            f"plan again with `batch_size={samples}`, or let the dataloader yield {schedule.batch_size} samples"
+            f"the schedule is for mini-batches of {schedule.batch_size} samples, the first one "
+            f"holds {samples}; "
+            f"plan again with `batch_size={samples}`, or let the dataloader yield "
+            f"{schedule.batch_size} samples"
         )
 
 
@@ -85,13 +94,16 @@ def check_profile(profile: Profile, chain: LayerChain, model: str) -> None:
     found = [(layer.name, layer.output_bytes_per_sample, layer.parameter_bytes) for layer in chain]
     if len(measured) != len(found):
         raise ValueError(
-            f"the profile of {profile.model!r} has {len(measured)} layers, this model ({model!r}) has {len(found)}; "
+            f"the profile of {profile.model!r} has {len(measured)} layers, this model ({model!r}) "
+            f"has {len(found)}; "
             "profile the model again: leave out `profile`"
         )
     for index, (old, new) in enumerate(zip(measured, found, strict=True)):
         if old[1:] != new[1:]:
             raise ValueError(
-                f"layer {index + 1} of the profile of {profile.model!r} is {old[0]!r} with {old[1]} output bytes a sample "
-                f"and {old[2]} parameter bytes; in this model ({model!r}) it is {new[0]!r} with {new[1]} and {new[2]}; "
+                f"layer {index + 1} of the profile of {profile.model!r} is {old[0]!r} with "
+                f"{old[1]} output bytes a sample "
+                f"and {old[2]} parameter bytes; in this model ({model!r}) it is {new[0]!r} with "
+                f"{new[1]} and {new[2]}; "
                 "profile the model again: leave out `profile`"
             )

@@ -52,5 +52,4 @@ class LinkTimeoutError(LinkError, TimeoutError):
 
 
 class PeerLostError(LinkError, ConnectionError):
-    """A peer was there and is gone: killed, unreachable for longer than the timeout, or it ended
-    with an error."""
+    """A peer was there and is gone: killed, silent for too long, or ended with an error."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_hiertrain.topology import Topology
 from lightning_hiertrain.transport.collectives import Collectives
@@ -62,8 +62,10 @@ def connect(
     if topology is None:
         if not is_one_machine:
             raise MisconfigurationException(
-                f"the {len(tiers)} tiers are on different machines and do not know each other's address: pass "
-                "`HierTrainStrategy(topology='topology.json')` with addresses and the public keys that "
+                f"the {len(tiers)} tiers are on different machines and do not know each other's "
+                "address: pass "
+                "`HierTrainStrategy(topology='topology.json')` with addresses and the public keys "
+                "that "
                 "`hiertrain keys topology.json` makes"
             )
         network = Network.local(
@@ -94,7 +96,8 @@ def connect(
     ranks = [answer[0] for answer in answers]
     if sorted(ranks) != list(range(len(tiers))):
         raise MisconfigurationException(
-            f"the tiers {tuple(tiers)} have the ranks {ranks}; each needs a rank of its own: check NODE_RANK and "
+            f"the tiers {tuple(tiers)} have the ranks {ranks}; each needs a rank of its own: check "
+            "NODE_RANK and "
             f"{TIER_VARIABLE} on each machine"
         )
     by_rank = sorted(zip(ranks, tiers, strict=True))

@@ -1,5 +1,7 @@
-"""How a run begins: the chain of layers is found, a schedule chosen; both decided on the data tier
-and broadcast."""
+"""How a run begins: the chain of layers is found and a schedule chosen.
+
+Both are decided on the data tier and broadcast.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_hiertrain.checks import check_profile, check_schedule
 from lightning_hiertrain.partition import LayerChain, trace_step
@@ -64,8 +66,7 @@ def open_run(
 
 
 def plan_and_adopt(session: Session, profile: Profile, policy: str) -> None:
-    """Plans on the data tier, broadcasts the schedule and puts it in force; all tiers call this
-    together."""
+    """Plans on the data tier and puts the schedule in force; all tiers call this together."""
     assert session.mini_batch is not None
     samples = session.mini_batch.schedule.batch_size
     schedule = _decided(

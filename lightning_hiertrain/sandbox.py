@@ -19,8 +19,9 @@ from lightning_hiertrain.partition.calls import tensors_in
 
 
 class Sandbox:
-    """Runs training steps of a copy: no log, no metric, no gradient and no random number reaches
-    the original.
+    """Runs training steps of a copy of the module.
+
+    No log, no metric, no gradient and no random number reaches the original.
 
     Args:
         module: The user's module, attached to its trainer.

@@ -85,8 +85,7 @@ class Session:
 
     @property
     def measured_step_seconds(self) -> float | None:
-        """Median time of a training step since the schedule came in force, without the first
-        few."""
+        """Median time of a step under the schedule in force, without the first few."""
         steps = self._step_seconds[_WARM_UP_STEPS:] or self._step_seconds
         return statistics.median(steps) if steps else None
 
@@ -106,15 +105,15 @@ class Session:
         )
 
     def adopt(self, schedule: Schedule) -> None:
-        """Puts a schedule in force from the next optimizer step on; all tiers call this
-        together."""
+        """Puts a schedule in force after the next update; all tiers call this together."""
         self._pending = schedule
 
     def begin_training_batch(
         self, batch: Any, weight: int | None, optimizers: list[Optimizer], precision: Any
     ) -> MiniBatch:
-        """Deals out or receives a mini-batch; between two optimizer steps, switches to a new
-        schedule first.
+        """Deals out or receives a mini-batch.
+
+        Between two optimizer steps it switches to a new schedule first.
 
         Args:
             batch: On the data tier the whole mini-batch, elsewhere ignored.
@@ -174,7 +173,9 @@ class Session:
             What the step returned on the owner; its tensors are detached on the other tiers.
         """
         mini_batch = self.mini_batch
-        assert mini_batch is not None and self._owner is not None and self._prefix is not None
+        assert mini_batch is not None
+        assert self._owner is not None
+        assert self._prefix is not None
         if self.is_owner:
             owner = self._owner
             own = mini_batch.owner_rows
@@ -186,8 +187,7 @@ class Session:
         return self._follow("end its training step")
 
     def run_on_owner(self, step: Callable[[], Any], weight: int | None, operation: str) -> Any:
-        """Runs a step or hook on the owner, replays it on the other tiers, and returns its result
-        on all."""
+        """Runs a step or hook on the owner and replays it on the other tiers."""
         if self.is_owner:
             return self._lead(step, weight)
         return self._follow(operation)
@@ -218,8 +218,11 @@ class Session:
             closure: Forward and backward.
             step: On the owner, runs a closure and the optimizer.
         """
-        assert self.schedule is not None and self.chain is not None and self.mini_batch is not None
-        assert self._owner is not None and self._prefix is not None
+        assert self.schedule is not None
+        assert self.chain is not None
+        assert self.mini_batch is not None
+        assert self._owner is not None
+        assert self._prefix is not None
         index = self.mini_batch.index
 
         def whole_closure() -> Any:
@@ -296,7 +299,9 @@ class Session:
         if self._exchanged or not self._synchronises:
             return
         self._exchanged = True
-        assert self.mini_batch is not None and self._owner is not None and self._prefix is not None
+        assert self.mini_batch is not None
+        assert self._owner is not None
+        assert self._prefix is not None
         index, schedule = self.mini_batch.index, self.mini_batch.schedule
         if self.is_owner:
             self._owner.finish_backward()

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -27,8 +27,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -51,8 +50,9 @@ log = logging.getLogger(__name__)
 
 
 class HierTrainStrategy(ParallelStrategy):
-    """Trains one model across a device, an edge server and a cloud machine, exactly as one machine
-    would.
+    """Trains one model across a device, an edge server and a cloud machine.
+
+    The result is what one machine would have given.
 
     Args:
         tiers: Names of the tiers by global rank, lowest first.
@@ -146,7 +146,8 @@ class HierTrainStrategy(ParallelStrategy):
         )
         if self._topology is not None and self._topology.names != self._tiers:
             raise ValueError(
-                f"the topology has the tiers {self._topology.names}, `tiers` are {self._tiers}; name the same "
+                f"the topology has the tiers {self._topology.names}, `tiers` are {self._tiers}; "
+                "name the same "
                 "in the same order"
             )
         for what, names in (
@@ -249,9 +250,11 @@ class HierTrainStrategy(ParallelStrategy):
     def _check_world_size(self, world_size: int) -> None:
         if world_size != len(self._tiers):
             raise MisconfigurationException(
-                f"`HierTrainStrategy` has {len(self._tiers)} tiers {self._tiers} and the Trainer starts {world_size} "
+                f"`HierTrainStrategy` has {len(self._tiers)} tiers {self._tiers} and the Trainer "
+                f"starts {world_size} "
                 f"process(es); use `Trainer(devices={len(self._tiers)})` on one machine, or "
-                f"`Trainer(devices=1, num_nodes={len(self._tiers)})` with one process on each machine"
+                f"`Trainer(devices=1, num_nodes={len(self._tiers)})` with one process on each "
+                "machine"
             )
 
     def set_world_ranks(self) -> None:
@@ -261,12 +264,13 @@ class HierTrainStrategy(ParallelStrategy):
                 self.node_rank * self.num_processes + self.local_rank
             )
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
         """Meets the other tiers and puts the stand-ins for data in place."""
         super().setup_environment()
-        assert self.cluster_environment is not None and self.lightning_module is not None
+        assert self.cluster_environment is not None
+        assert self.lightning_module is not None
         self.set_world_ranks()
         self._check_world_size(self.world_size)
         check_trainer(self.lightning_module.trainer)
@@ -307,7 +311,7 @@ class HierTrainStrategy(ParallelStrategy):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             check_module(module, self.optimizers)
-        self.session.replicas.equalise(self._tier_of_rank[0], self._collectives)
+        self.session.replicas.equalise(self._tier_of_rank[0], self.session.collectives)
 
     def model_to_device(self) -> None:
         """Moves the module to this tier's device."""
@@ -359,8 +363,7 @@ class HierTrainStrategy(ParallelStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """Moves a batch to where it is needed: to this tier's device, and its rows to the other
-        tiers."""
+        """Moves a batch to this tier's accelerator, and its rows to the other tiers."""
         session = self.session
         move = functools.partial(
             super().batch_to_device, device=device, dataloader_idx=dataloader_idx
@@ -386,8 +389,7 @@ class HierTrainStrategy(ParallelStrategy):
         return content if session.is_owner else sized_token(batch, self._weight or 1)
 
     def _begin(self, batch: Any) -> None:
-        """Before the first training step: finds the chain of layers and the schedule to begin
-        with."""
+        """Finds, before the first step, the chain of layers and the schedule to begin with."""
         assert self.lightning_module is not None
         opening = Opening(
             schedule=self._given_schedule,
@@ -418,8 +420,7 @@ class HierTrainStrategy(ParallelStrategy):
     # Steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs this tier's part of the user's `training_step`; returns the owner's output on every
-        tier."""
+        """Runs this tier's part of the user's `training_step`; all tiers return its output."""
         assert self.lightning_module is not None
         training_step, rest = self.lightning_module.training_step, args[1:]
 
@@ -461,8 +462,7 @@ class HierTrainStrategy(ParallelStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Runs this tier's part of the backward pass; on the owner all gradients are there at the
-        end."""
+        """Runs this tier's part of the backward pass; the owner ends it with all gradients."""
         module = self.lightning_module
         assert module is not None
 
@@ -470,8 +470,7 @@ class HierTrainStrategy(ParallelStrategy):
             loss = self.precision_plugin.pre_backward(closure_loss, module)
             self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
             end_backward()
-            loss = self.precision_plugin.post_backward(loss, module)
-            return loss
+            return self.precision_plugin.post_backward(loss, module)
 
         result = self.session.run_backward(on_owner)
         return closure_loss.detach() if result is None else result
@@ -507,8 +506,7 @@ class HierTrainStrategy(ParallelStrategy):
     # States
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the newest weights on rank 0 and nothing elsewhere; all tiers call this
-        together."""
+        """Returns the newest weights on rank 0, nothing elsewhere; all call it together."""
         self.session.replicas.bring(self._tier_of_rank[0])
         return super().lightning_module_state_dict() if self.is_global_zero else {}
 

@@ -38,7 +38,8 @@ class Tier:
             split_address(self.address)
         if self.public_key is not None and len(self.public_key) != KEY_CHARACTERS:
             raise ValueError(
-                f"the public key of tier {self.name!r} has {len(self.public_key)} characters, a CURVE key has "
+                f"the public key of tier {self.name!r} has {len(self.public_key)} characters, a "
+                "CURVE key has "
                 f"{KEY_CHARACTERS}; make one with `hiertrain keys`"
             )
 
@@ -97,7 +98,8 @@ class Topology:
                     )
             if names.index(link.between[0]) > names.index(link.between[1]):
                 raise ValueError(
-                    f"link {link.name!r} must name the lower tier first; the order of the tiers is {names}"
+                    f"link {link.name!r} must name the lower tier first; the order of the tiers is "
+                    f"{names}"
                 )
             if frozenset(link.between) in seen:
                 raise ValueError(f"link {link.name!r} is listed twice")

@@ -1,5 +1,4 @@
-"""Dealing out mini-batches: each tier gets the rows that its part of the step reads, and no
-others."""
+"""Dealing out mini-batches: each tier gets the rows that its part of the step reads."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class MiniBatch:
 
     @property
     def cuts(self) -> tuple[tuple[str, int, int], ...]:
-        """The prefix workers with rows in this mini-batch: name, layers and rows, shallowest
-        first."""
+        """Name, layers and rows of each prefix worker with rows here, shallowest first."""
         return tuple(
             (tier, self.schedule.shares[tier].num_layers, _length(self.rows[tier]))
             for tier in self.schedule.prefix_workers
@@ -147,8 +145,7 @@ class Feed:
 
 
 def _emptied(leaves: Sequence[Tensor], seen: Sequence[Tensor | None]) -> list[Tensor]:
-    """Puts a tensor without rows where a tier sees nothing, so that the batch keeps its shape on
-    the way."""
+    """Puts a tensor without rows where a tier sees nothing: the batch keeps its structure."""
     return [leaf[:0] if part is None else part for leaf, part in zip(leaves, seen, strict=True)]
 
 

@@ -1,5 +1,7 @@
-"""The owner's part of a training step: take in activations, run the rest, gather gradients, return
-weights."""
+"""The owner's part of a training step.
+
+It takes in activations, runs the rest, gathers gradients and returns weights.
+"""
 
 from __future__ import annotations
 

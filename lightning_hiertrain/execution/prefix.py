@@ -1,5 +1,4 @@
-"""A prefix worker's part of a training step: the first layers on its own rows, forward and
-backward."""
+"""A prefix worker's part of a training step: the first layers on its own rows."""
 
 from __future__ import annotations
 

@@ -37,8 +37,7 @@ class Replicas:
         self.owner = owner
 
     def stepped(self, schedule: Schedule, chain: LayerChain) -> None:
-        """Notes that the owner has changed the trainable weights and returned the prefix workers
-        theirs."""
+        """Notes an update: the owner has new weights, the prefix workers have theirs back."""
         trainable = {name for name, p in self._module.named_parameters() if p.requires_grad}
         self.owner = schedule.owner
         for tier, stale in self._stale.items():
@@ -95,8 +94,9 @@ class Replicas:
             stale.clear()
 
     def equalise(self, source: str, collectives: Collectives) -> None:
-        """Gives all tiers one tier's weights and buffers; only those that differ travel. All tiers
-        call this together.
+        """Gives all tiers one tier's weights and buffers; all tiers call this together.
+
+        Only those that differ travel.
 
         Args:
             source: The tier.
@@ -138,5 +138,5 @@ def _digest(tensor: torch.Tensor) -> str:
     """Returns a short word that differs when shape, type or any value does."""
     content = tensor.detach().cpu().contiguous()
     words = hashlib.blake2b(f"{content.dtype}{tuple(content.shape)}".encode(), digest_size=16)
-    words.update(content.reshape(-1).view(torch.uint8).numpy())
+    words.update(content.reshape(-1).view(torch.uint8).numpy().data)
     return words.hexdigest()
