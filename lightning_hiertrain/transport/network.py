@@ -142,7 +142,8 @@ class Network:
         )
 
     def __enter__(self) -> Network:
-        self.start()
+        if self._engine is None:
+            self.start()
         return self
 
     def __exit__(

@@ -33,7 +33,11 @@ class ProcessIdentity:
     @classmethod
     def current(cls) -> ProcessIdentity:
         """Returns that of this process."""
-        pid = os.getpid()
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessIdentity:
+        """Returns that of a process of this machine."""
         return cls(machine=_machine(), pid=pid, start_time=_start_time(pid))
 
     @classmethod

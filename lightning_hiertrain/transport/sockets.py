@@ -17,29 +17,27 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
 
 import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from lightning_hiertrain.transport.probe import RefusalProbe
-from lightning_hiertrain.transport.wire import MAX_CHUNK_BYTES
+from lightning_hiertrain.transport.dialled import (
+    BROKEN,
+    MAX_ENVELOPE_BYTES,
+    DialledConnection,
+    explain,
+    set_common_options,
+    tcp_host,
+)
 
 log = logging.getLogger(__name__)
 
 MAX_FRAMES = 256
-MAX_ENVELOPE_BYTES = 64 << 10
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"hiertrain"
 _BATCH = 16
 _MAX_WARNINGS = 1000
-_BROKEN = (
-    zmq.Event.DISCONNECTED,
-    zmq.Event.HANDSHAKE_FAILED_AUTH,
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL,
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL,
-)
 
 Frame = zmq.Frame | memoryview | bytes
 
@@ -107,7 +105,7 @@ class Sockets:
         self._zap.bind(_ZAP_ADDRESS)
         self._poller.register(self._zap, zmq.POLLIN)
         self._router: zmq.Socket[bytes] | None = None
-        self._dialled: dict[tuple[str, Channel], _Dialled] = {}
+        self._dialled: dict[tuple[str, Channel], DialledConnection] = {}
         self._routing_ids: dict[tuple[str, Channel], bytes] = {}
         self._sources: dict[bytes, tuple[str, Channel]] = {}
         self._warned: set[tuple[str, str]] = set()
@@ -121,7 +119,7 @@ class Sockets:
         """
         if self._router is None:
             router = self._context.socket(zmq.ROUTER)
-            _set_common_options(router)
+            set_common_options(router)
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.CURVE_SECRETKEY, self._credentials.private_key.encode())
@@ -129,7 +127,7 @@ class Sockets:
             self._set_heartbeat(router)
             self._router = router
             self._poller.register(router, zmq.POLLIN)
-        address = f"tcp://{_bracketed(host)}"
+        address = f"tcp://{tcp_host(host)}"
         if port is None:
             return int(self._router.bind_to_random_port(address))
         self._router.bind(f"{address}:{port}")
@@ -138,7 +136,7 @@ class Sockets:
     def dial(self, neighbour: str, host: str, port: int) -> None:
         """Starts to connect to a tier above; its key must be known."""
         for channel in Channel:
-            self._dialled[neighbour, channel] = _Dialled(host, port)
+            self._dialled[neighbour, channel] = DialledConnection(host, port)
             self._open(neighbour, channel)
 
     def watch(self, descriptor: int) -> None:
@@ -229,7 +227,7 @@ class Sockets:
     def _open(self, neighbour: str, channel: Channel) -> None:
         dialled = self._dialled[neighbour, channel]
         socket = self._context.socket(zmq.DEALER)
-        _set_common_options(socket)
+        set_common_options(socket)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._credentials.public_key.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._credentials.private_key.encode())
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._credentials.neighbours[neighbour].encode())
@@ -246,7 +244,9 @@ class Sockets:
         socket.setsockopt(zmq.HEARTBEAT_IVL, max(100, milliseconds // 4))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds)
 
-    def _watch_connection(self, neighbour: str, channel: Channel, dialled: _Dialled) -> None:
+    def _watch_connection(
+        self, neighbour: str, channel: Channel, dialled: DialledConnection
+    ) -> None:
         while dialled.monitor is not None and dialled.monitor.poll(0):
             event = recv_monitor_message(dialled.monitor)["event"]
             if event == zmq.Event.HANDSHAKE_SUCCEEDED and dialled.socket is not None:
@@ -256,10 +256,10 @@ class Sockets:
                     [b"link", str(int(channel)).encode()], flags=zmq.NOBLOCK
                 )
                 self._on_up(neighbour, channel)
-            elif event in _BROKEN:
-                self._break(neighbour, channel, _explain(event))
+            elif event in BROKEN:
+                self._break(neighbour, channel, explain(event))
                 if channel is Channel.CONTROL:
-                    self._break(neighbour, Channel.DATA, _explain(event))
+                    self._break(neighbour, Channel.DATA, explain(event))
 
     def _break(self, neighbour: str, channel: Channel, failure: str) -> None:
         dialled = self._dialled[neighbour, channel]
@@ -334,53 +334,6 @@ class Sockets:
             self._zap.send_multipart([version, request_id, b"200", b"OK", neighbour.encode(), b""])
 
 
-class _Dialled:
-    """One connection to a tier above, or the plan to make it."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self.address = f"tcp://{_bracketed(host)}:{port}"
-        self.probe = RefusalProbe(host, port)
-        self.socket: zmq.Socket[bytes] | None = None
-        self.monitor: zmq.Socket[bytes] | None = None
-        self.up = False
-        self.failure = ""
-        self.retry_at = 0.0
-        self.num_failures = 0
-
-    def close(self, poller: zmq.Poller, *, linger_milliseconds: int) -> None:
-        self.up = False
-        self.probe.reset()
-        if self.socket is None or self.monitor is None:
-            return
-        poller.unregister(self.socket)
-        poller.unregister(self.monitor)
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close(linger=linger_milliseconds)
-        self.socket = self.monitor = None
-
-
-def _set_common_options(socket: zmq.Socket[bytes]) -> None:
-    options: dict[int, Any] = {
-        zmq.MAXMSGSIZE: MAX_CHUNK_BYTES + MAX_ENVELOPE_BYTES,
-        zmq.SNDHWM: 0,  # `flow.py` bounds what is on its way
-        zmq.RCVHWM: 0,
-        zmq.LINGER: 0,
-        zmq.IPV6: 1,
-        zmq.HANDSHAKE_IVL: 10_000,
-        zmq.CONNECT_TIMEOUT: 2_000,
-        zmq.RECONNECT_IVL: 100,
-        zmq.RECONNECT_IVL_MAX: 1_000,
-        zmq.TCP_KEEPALIVE: 1,
-        zmq.TCP_KEEPALIVE_IDLE: 10,
-        zmq.TCP_KEEPALIVE_INTVL: 5,
-        zmq.TCP_KEEPALIVE_CNT: 3,
-        zmq.TCP_MAXRT: 15_000,
-    }
-    for option, value in options.items():
-        socket.setsockopt(option, value)
-
-
 def _drain(socket: zmq.Socket[bytes]) -> list[list[zmq.Frame]]:
     messages: list[list[zmq.Frame]] = []
     try:
@@ -397,15 +350,3 @@ def _user_id(frame: zmq.Frame) -> str:
         return str(frame.get("User-Id"))
     except zmq.ZMQError:
         return ""
-
-
-def _explain(event: int) -> str:
-    if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
-        return "it refused this tier's key"
-    if event in _BROKEN[1:]:
-        return "what answered there does not hold that tier's key"
-    return "the connection was closed"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

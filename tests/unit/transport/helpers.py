@@ -62,9 +62,14 @@ def started(folder: Path, topology: data.Topology, **options) -> Iterator[dict[s
 
 
 class Proxy:
-    """Passes TCP connections on to a port of this machine until told to break them."""
+    """Passes TCP connections on to a port of this machine until told to break them.
 
-    def __init__(self) -> None:
+    Args:
+        bytes_per_second: What it passes on at most, both directions together.
+    """
+
+    def __init__(self, bytes_per_second: float | None = None) -> None:
+        self._bytes_per_second = bytes_per_second
         self.target = 0
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = self._server.getsockname()[1]
@@ -133,11 +138,13 @@ class Proxy:
                 self._selector.register(each, selectors.EVENT_READ)
         elif ready in self._other:
             try:
-                piece = ready.recv(1 << 18)
+                piece = ready.recv(1 << (14 if self._bytes_per_second else 18))
                 if not piece:
                     raise ConnectionError
                 self._other[ready].settimeout(5)
                 self._other[ready].sendall(piece)
+                if self._bytes_per_second:
+                    threading.Event().wait(len(piece) / self._bytes_per_second)
             except OSError:
                 self._drop(ready)
 

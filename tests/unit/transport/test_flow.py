@@ -1,0 +1,154 @@
+"""Sequence numbers, acknowledgement and replay without any socket."""
+
+import json
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_hiertrain.transport import flow
+from lightning_hiertrain.transport.flow import InFlow, OutFlow
+from lightning_hiertrain.transport.wire import encode
+
+
+def send_all(out: OutFlow) -> list:
+    chunks = []
+    while (chunk := out.next_chunk()) is not None:
+        chunks.append((chunk, out.generation))
+    return chunks
+
+
+def deliver(incoming: InFlow, chunks) -> list:
+    messages = []
+    for chunk, generation in chunks:
+        lengths = None if chunk.lengths is None else list(chunk.lengths)
+        message = incoming.accept(chunk.sequence, generation, lengths, chunk.views)
+        if message is not None:
+            messages.append(message.value())
+    return messages
+
+
+def acknowledge(out: OutFlow, incoming: InFlow) -> tuple[int, int]:
+    result = out.acknowledge(incoming.received, incoming.echo)
+    incoming.echo = None
+    return result
+
+
+def test_what_was_lost_is_sent_again_and_only_that():
+    out, incoming = OutFlow(), InFlow()
+    for number in range(4):
+        out.queue.append(encode("x", number))
+    first, _lost, third, fourth = send_all(out)
+
+    assert deliver(incoming, [first, third, fourth]) == [0]
+    assert acknowledge(out, incoming)[0] == 1
+    again = send_all(out)
+    assert [chunk.sequence for chunk, _ in again] == [2, 3, 4]
+    assert deliver(incoming, again) == [1, 2, 3]
+    assert acknowledge(out, incoming)[0] == 3
+    assert not out.unacknowledged
+
+
+def test_a_lost_end_is_found_by_a_probe():
+    out, incoming = OutFlow(), InFlow()
+    out.queue.append(encode("x", "only"))
+    send_all(out)
+    acknowledge(out, incoming)
+    assert send_all(out) == []
+
+    incoming.probe(out.sent, out.generation)
+    acknowledge(out, incoming)
+    assert deliver(incoming, send_all(out)) == ["only"]
+
+
+def test_answers_to_old_probes_start_no_second_replay():
+    out, incoming = OutFlow(), InFlow()
+    out.queue.append(encode("x", "only"))
+    send_all(out)
+    echo = (out.sent, out.generation)
+    out.acknowledge(0, echo)
+    assert len(send_all(out)) == 1
+
+    out.acknowledge(0, echo)
+    assert send_all(out) == []
+    assert incoming.received == 0
+
+
+def test_duplicates_are_dropped_and_acknowledged():
+    out, incoming = OutFlow(), InFlow()
+    out.queue.append(encode("x", "once"))
+    chunks = send_all(out)
+
+    assert deliver(incoming, chunks) == ["once"]
+    incoming.acknowledgement_due = False
+    assert deliver(incoming, chunks) == []
+    assert incoming.acknowledgement_due
+    assert incoming.num_doubled == 1
+
+
+def test_the_window_bounds_what_is_on_its_way():
+    out = OutFlow()
+    out.queue.append(encode("x", torch.zeros(20_000_000)))
+    sent = sum(chunk.num_bytes for chunk, _ in send_all(out))
+
+    assert sent <= flow.MAX_WINDOW_BYTES + flow.MIN_WINDOW_BYTES
+
+
+def test_chunks_shrink_on_a_slow_link_and_grow_on_a_fast_one(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(flow.time, "monotonic", lambda: now[0])
+    out, incoming = OutFlow(), InFlow()
+    out.queue.append(encode("x", torch.zeros(50_000_000)))
+
+    def largest_chunk(bytes_per_second: float, rounds: int) -> int:
+        for _ in range(rounds):
+            chunks = send_all(out)
+            num_bytes = sum(chunk.num_bytes for chunk, _ in chunks)
+            deliver(incoming, chunks)
+            now[0] += num_bytes / bytes_per_second
+            acknowledge(out, incoming)
+        return max(chunk.num_bytes for chunk, _ in chunks)
+
+    assert largest_chunk(125e3, 4) == 32 << 10
+    assert largest_chunk(1e9, 8) == 1 << 20
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_any_pattern_of_loss_and_doubling_delivers_each_once_in_order(data):
+    out, incoming = OutFlow(), InFlow()
+    total = data.draw(st.integers(1, 8))
+    sizes = [data.draw(st.sampled_from([0, 10, 300_000])) for _ in range(total)]
+    for number, size in enumerate(sizes):
+        out.queue.append(encode(str(number), torch.full((size,), number, dtype=torch.uint8)))
+    arrived = []
+    for attempt in range(200):
+        chunks = send_all(out)
+        if attempt < 20:
+            faults = data.draw(
+                st.lists(
+                    st.sampled_from(["lose", "pass", "double"]),
+                    min_size=len(chunks),
+                    max_size=len(chunks),
+                )
+            )
+        else:
+            faults = ["pass"] * len(chunks)
+        for chunk, fault in zip(chunks, faults, strict=True):
+            times = {"lose": 0, "pass": 1, "double": 2}[fault]
+            arrived += deliver(incoming, [chunk] * times)
+        incoming.probe(out.sent, out.generation)
+        acknowledge(out, incoming)
+        if not out.unacknowledged and not out.queue:
+            break
+    assert [tensor.unique().tolist() or tensor.tolist() for tensor in arrived] == [
+        [number] if size else [] for number, size in enumerate(sizes)
+    ]
+
+
+def test_a_head_is_plain_json():
+    outgoing = encode("x", {"a": torch.zeros(2, 3)})
+    head = json.loads(bytes(outgoing.views[0]))
+
+    assert head["tag"] == "x"
+    assert head["tensors"] == [["float32", [2, 3]]]
