@@ -1,7 +1,7 @@
 """Training across tiers against plain Lightning: the same weights, logs, files and step counts.
 
-Where an optimizer divides by small numbers (Adam) the comparison is in double precision, in which rounding stays far
-below the tolerance and a wrong or missing row does not.
+Where an optimizer divides by small numbers (Adam) the comparison is in double precision, in which
+rounding stays far below the tolerance and a wrong or missing row does not.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ UNUSUAL: dict[str, dict[str, Any]] = {
     "equal cuts": schedule("edge", device=(4, 3), edge=(12, 5), cloud=(4, 4)),
     "cut after the last layer": schedule("edge", device=(12, 6), edge=(12, 2), cloud=(12, 4)),
     "owner without samples": schedule("edge", device=(3, 6), edge=(12, 0), cloud=(8, 6)),
-    "owner without samples, equal cuts": schedule("cloud", device=(5, 6), edge=(5, 6), cloud=(12, 0)),
+    "owner without samples, one cut": schedule("cloud", device=(5, 6), edge=(5, 6), cloud=(12, 0)),
     "all samples on one worker": schedule("cloud", device=(7, 12), edge=(0, 0), cloud=(12, 0)),
-    "one sample each for the workers": schedule("device", device=(12, 10), edge=(12, 1), cloud=(1, 1)),
+    "one sample for each worker": schedule("device", device=(12, 10), edge=(12, 1), cloud=(1, 1)),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Trains the projects of `models`, across tiers or by plain Lightning, and reports what came out."""
+"""Trains the projects of `models`, across tiers or by plain Lightning, and reports on it."""
 
 from __future__ import annotations
 
