@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
-from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_hiertrain.topology import Topology
+from lightning_hiertrain.settings import Settings
 from lightning_hiertrain.transport.collectives import Collectives
 from lightning_hiertrain.transport.network import Network
 
@@ -20,30 +18,16 @@ _meetings = itertools.count()
 
 
 def connect(
-    *,
-    tiers: Sequence[str],
-    rank: int,
-    topology: Topology | None,
-    topology_file: Path | None,
-    private_key: str | Path | None,
-    is_one_machine: bool,
-    main_port: int,
-    timeout_seconds: float,
-    silence_seconds: float,
+    settings: Settings, *, rank: int, is_one_machine: bool, main_port: int
 ) -> tuple[Network, tuple[str, ...]]:
     """Opens this tier's links and waits until all tiers have answered.
 
     Args:
-        tiers: All tiers, in order of rank.
+        settings: Tiers, topology, keys and timeouts.
         rank: This process's global rank.
-        topology: The machines; `None` for processes of one machine.
-        topology_file: Where it was read from, to find the private key beside it.
-        private_key: The private key's file, if it lies elsewhere.
         is_one_machine: Whether all processes run on this machine.
         main_port: A port number that all processes of a run know and no other run on this machine
             has.
-        timeout_seconds: How long to wait for the others.
-        silence_seconds: After how long without a sign of life a tier counts as lost.
 
     Returns:
         The network and the tier of each rank.
@@ -53,6 +37,7 @@ def connect(
             who.
         LinkTimeoutError: If a tier did not answer.
     """
+    tiers, topology, private_key = settings.tiers, settings.topology, settings.private_key
     named = os.environ.get(TIER_VARIABLE)
     if named is not None and named not in tiers:
         raise MisconfigurationException(
@@ -72,23 +57,23 @@ def connect(
             tier,
             tiers,
             run_id=f"{main_port}-{next(_meetings)}",
-            timeout_seconds=timeout_seconds,
-            silence_seconds=silence_seconds,
+            timeout_seconds=settings.timeout_seconds,
+            silence_seconds=settings.silence_seconds,
         )
     else:
-        beside = None if topology_file is None else topology_file.with_name(f"{tier}.key")
-        if private_key is None and beside is not None and beside.exists():
-            private_key = beside
+        if private_key is None and settings.keys_folder is not None:
+            beside = settings.keys_folder / f"{tier}.key"
+            private_key = beside if beside.exists() else None
         network = Network.from_topology(
             tier,
             topology,
             private_key=private_key,
-            timeout_seconds=timeout_seconds,
-            silence_seconds=silence_seconds,
+            timeout_seconds=settings.timeout_seconds,
+            silence_seconds=settings.silence_seconds,
         )
     network.start()
     try:
-        network.wait_for_peers(timeout_seconds)
+        network.wait_for_peers(settings.timeout_seconds)
         answers = Collectives(network, tiers).all_gather((rank,))
     except BaseException:
         network.close()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -20,23 +19,17 @@ from lightning_hiertrain.profiles import Profile
 from lightning_hiertrain.sandbox import Sandbox
 from lightning_hiertrain.schedule import Schedule, Share
 from lightning_hiertrain.session import Session
+from lightning_hiertrain.settings import Settings
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Opening:
-    """What a run begins with."""
-
-    schedule: Schedule | None
-    profile: Profile | None
-    policy: str
-    model: str
-    """Name of the user's LightningModule class."""
-
-
 def open_run(
-    session: Session, make_sandbox: Callable[[], Sandbox], batch: Any, opening: Opening
+    session: Session,
+    make_sandbox: Callable[[], Sandbox],
+    batch: Any,
+    settings: Settings,
+    profile: Profile | None,
 ) -> None:
     """Finds the chain of layers and the first schedule; all tiers call this together.
 
@@ -47,7 +40,8 @@ def open_run(
         session: This tier's part in the run.
         make_sandbox: Makes a copy of the module to trace; called on the data tier.
         batch: The first mini-batch, on the data tier.
-        opening: What the user gave.
+        settings: What the user asked for.
+        profile: What was given or measured in an earlier run.
 
     Raises:
         MisconfigurationException: If the model or batch cannot be divided, or what was given does
@@ -58,23 +52,23 @@ def open_run(
         sandbox = make_sandbox()
         with sandbox.isolated():
             chain = trace_step(sandbox.training_step, sandbox.module, batch)
-        return chain, _first_schedule(session, chain, num_samples(batch), opening)
+        return chain, _first_schedule(session, chain, num_samples(batch), settings, profile)
 
     chain, schedule = _decided(session, decide)
     session.use_chain(chain)
     session.adopt(schedule)
 
 
-def plan_and_adopt(session: Session, profile: Profile, policy: str) -> None:
+def plan_and_adopt(session: Session, profile: Profile, settings: Settings) -> None:
     """Plans on the data tier and puts the schedule in force; all tiers call this together."""
     assert session.mini_batch is not None
     samples = session.mini_batch.schedule.batch_size
     schedule = _decided(
-        session, lambda: plan(profile, batch_size=samples, policy=policy, overlap=False)
+        session, lambda: plan(profile, batch_size=samples, policy=settings.policy, overlap=False)
     )
     log.info(
         "schedule by policy %s, predicted step %.4g s\n%s",
-        policy,
+        settings.policy,
         schedule.predicted_seconds or float("nan"),
         schedule.grid(),
     )
@@ -82,14 +76,18 @@ def plan_and_adopt(session: Session, profile: Profile, policy: str) -> None:
 
 
 def _first_schedule(
-    session: Session, chain: LayerChain, samples: int, opening: Opening
+    session: Session,
+    chain: LayerChain,
+    samples: int,
+    settings: Settings,
+    profile: Profile | None,
 ) -> Schedule:
-    if opening.schedule is not None:
-        check_schedule(opening.schedule, chain, samples)
-        return opening.schedule
-    if opening.profile is not None:
-        check_profile(opening.profile, chain, opening.model)
-        return plan(opening.profile, batch_size=samples, policy=opening.policy, overlap=False)
+    if settings.schedule is not None:
+        check_schedule(settings.schedule, chain, samples)
+        return settings.schedule
+    if profile is not None:
+        check_profile(profile, chain, type(session.module).__name__)
+        return plan(profile, batch_size=samples, policy=settings.policy, overlap=False)
     everything = Share(num_layers=len(chain), num_samples=samples)
     return Schedule(owner=session.data_tier, shares={session.data_tier: everything})
 

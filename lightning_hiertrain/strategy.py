@@ -1,7 +1,6 @@
 """Lightning's face of the package: `HierTrainStrategy`.
 
-It answers Lightning's calls and hands the work to a `Session`. No process group is opened: barrier,
-broadcast and the like run over the same links as the tensors.
+It answers Lightning's calls and hands the work to a `Session`.
 """
 
 from __future__ import annotations
@@ -22,12 +21,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -35,13 +30,14 @@ from torch.optim import Optimizer
 from lightning_hiertrain.callbacks import ProfilingCallback
 from lightning_hiertrain.checks import check_module, check_trainer
 from lightning_hiertrain.meeting import connect
-from lightning_hiertrain.opening import Opening, open_run, plan_and_adopt
-from lightning_hiertrain.planning import POLICIES
+from lightning_hiertrain.opening import open_run, plan_and_adopt
 from lightning_hiertrain.profiles import Profile
 from lightning_hiertrain.remote_data import RemoteData, sized_token
 from lightning_hiertrain.sandbox import Sandbox
 from lightning_hiertrain.schedule import Schedule
 from lightning_hiertrain.session import Session
+from lightning_hiertrain.settings import Settings
+from lightning_hiertrain.tier_processes import TierProcesses
 from lightning_hiertrain.topology import Topology
 from lightning_hiertrain.transport.collectives import Collectives
 from lightning_hiertrain.transport.network import Network
@@ -49,7 +45,7 @@ from lightning_hiertrain.transport.network import Network
 log = logging.getLogger(__name__)
 
 
-class HierTrainStrategy(ParallelStrategy):
+class HierTrainStrategy(TierProcesses):
     """Trains one model across a device, an edge server and a cloud machine.
 
     The result is what one machine would have given.
@@ -112,63 +108,25 @@ class HierTrainStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        if len(set(tiers)) != len(tiers) or len(tiers) < 2:
-            raise ValueError(f"`tiers` must name two or more different tiers, got {tuple(tiers)}")
-        if data_tier not in tiers:
-            raise ValueError(f"`data_tier={data_tier!r}` is not one of `tiers={tuple(tiers)}`")
-        if policy not in POLICIES:
-            raise ValueError(f"`policy={policy!r}` is unknown; choose one of {sorted(POLICIES)}")
-        for name, value in (
-            ("profile_steps", profile_steps),
-            ("profile_seconds", profile_seconds),
-            ("timeout_seconds", timeout_seconds),
-            ("silence_seconds", silence_seconds),
-        ):
-            if not value > 0:
-                raise ValueError(f"`{name}` must be above 0, got {value!r}")
-        if schedule is not None and profile is not None:
-            raise ValueError(
-                "`schedule` and `profile` exclude each other: a given schedule is used as it is; "
-                "leave out `profile`, or leave out `schedule` to plan from the profile"
-            )
-        self._topology_file = Path(topology) if isinstance(topology, str | Path) else None
-        self._tiers = tuple(tiers)
-        self._data_tier = data_tier
-        self._given_schedule = (
-            Schedule.from_json(schedule) if isinstance(schedule, str | Path) else schedule
+        self._settings = Settings(
+            tiers=tuple(tiers),
+            data_tier=data_tier,
+            schedule=Schedule.from_json(schedule) if isinstance(schedule, str | Path) else schedule,
+            profile=Profile.from_json(profile) if isinstance(profile, str | Path) else profile,
+            policy=policy,
+            topology=Topology.from_json(topology) if isinstance(topology, str | Path) else topology,
+            keys_folder=Path(topology).parent if isinstance(topology, str | Path) else None,
+            private_key=private_key,
+            profile_steps=profile_steps,
+            profile_seconds=profile_seconds,
+            timeout_seconds=timeout_seconds,
+            silence_seconds=silence_seconds,
         )
-        self._given_profile = (
-            Profile.from_json(profile) if isinstance(profile, str | Path) else profile
-        )
-        self._policy = policy
-        self._topology = (
-            Topology.from_json(topology) if isinstance(topology, str | Path) else topology
-        )
-        if self._topology is not None and self._topology.names != self._tiers:
-            raise ValueError(
-                f"the topology has the tiers {self._topology.names}, `tiers` are {self._tiers}; "
-                "name the same "
-                "in the same order"
-            )
-        for what, names in (
-            ("schedule", None if self._given_schedule is None else self._given_schedule.shares),
-            ("profile", None if self._given_profile is None else self._given_profile.tiers),
-        ):
-            if names is not None and not set(names) <= set(self._tiers):
-                raise ValueError(
-                    f"the {what} is for the tiers {tuple(names)}, `tiers` are {self._tiers}"
-                )
-        self._private_key = private_key
-        self._timeout_seconds = timeout_seconds
-        self._silence_seconds = silence_seconds
+        self._tiers = self._tier_of_rank = self._settings.tiers
+        self._profile = self._settings.profile
         self._profiling = ProfilingCallback(num_steps=profile_steps, seconds=profile_seconds)
-        self._num_nodes = 1
         self._network: Network | None = None
-        self._collectives: Collectives | None = None
-        self._tier_of_rank: tuple[str, ...] = self._tiers
-        self._session: Session | None = None
         self._remote_data: RemoteData | None = None
-        self._profile = self._given_profile
         self._weight: int | None = None
 
     # What is in force
@@ -183,7 +141,7 @@ class HierTrainStrategy(ParallelStrategy):
     @property
     def schedule(self) -> Schedule | None:
         """The schedule in force, `None` before the first training step."""
-        return self._session.schedule if self._session is not None else self._given_schedule
+        return self._session.schedule if self._session is not None else self._settings.schedule
 
     @property
     def profile(self) -> Profile | None:
@@ -193,11 +151,7 @@ class HierTrainStrategy(ParallelStrategy):
     @property
     def profiling_progress(self) -> float:
         """How far the measuring is, from 0 to 1; 1 if nothing is to be measured."""
-        return (
-            self._profiling.progress
-            if self._profile is None and self._given_schedule is None
-            else 1.0
-        )
+        return self._profiling.progress if self._settings.measures else 1.0
 
     @property
     def measured_step_seconds(self) -> float | None:
@@ -217,54 +171,7 @@ class HierTrainStrategy(ParallelStrategy):
             )
         return self._session
 
-    # Processes and ranks
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self._check_world_size(self.num_nodes * self.num_processes)
-        self._launcher = _SubprocessScriptLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes
-        )
-
-    def _check_world_size(self, world_size: int) -> None:
-        if world_size != len(self._tiers):
-            raise MisconfigurationException(
-                f"`HierTrainStrategy` has {len(self._tiers)} tiers {self._tiers} and the Trainer "
-                f"starts {world_size} "
-                f"process(es); use `Trainer(devices={len(self._tiers)})` on one machine, or "
-                f"`Trainer(devices=1, num_nodes={len(self._tiers)})` with one process on each "
-                "machine"
-            )
-
-    def set_world_ranks(self) -> None:
-        """Tells Lightning which rank this process has."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(
-                self.node_rank * self.num_processes + self.local_rank
-            )
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+    # The beginning
 
     def setup_environment(self) -> None:
         """Meets the other tiers and puts the stand-ins for data in place."""
@@ -276,32 +183,28 @@ class HierTrainStrategy(ParallelStrategy):
         check_trainer(self.lightning_module.trainer)
         if self._network is None:
             self._network, self._tier_of_rank = connect(
-                tiers=self._tiers,
+                self._settings,
                 rank=self.global_rank,
-                topology=self._topology,
-                topology_file=self._topology_file,
-                private_key=self._private_key,
                 is_one_machine=self.num_nodes == 1,
                 main_port=self.cluster_environment.main_port,
-                timeout_seconds=self._timeout_seconds,
-                silence_seconds=self._silence_seconds,
             )
             self._collectives = Collectives(self._network, self._tiers)
         assert self._collectives is not None
         module, trainer = self.lightning_module, self.lightning_module.trainer
         if self._session is None or self._session.module is not module:
-            self._session = Session(self._network, self._collectives, self._data_tier, module)
+            self._session = Session(
+                self._network, self._collectives, self._settings.data_tier, module
+            )
         self._session.mirror.wrap_hooks(self._run_hook)
         self._remote_data = RemoteData(
             trainer,
             module,
             is_data_tier=self._session.is_data_tier,
-            data_tier=self._data_tier,
+            data_tier=self._settings.data_tier,
             collectives=self._collectives,
         )
         self._remote_data.install()
-        wants_profile = self._given_schedule is None and self._profile is None
-        if trainer.state.fn == TrainerFn.FITTING and wants_profile:
+        if trainer.state.fn == TrainerFn.FITTING and self._settings.measures and not self._profile:
             self._profiling.attach(trainer)
 
     def setup(self, trainer: Trainer) -> None:
@@ -317,41 +220,6 @@ class HierTrainStrategy(ParallelStrategy):
         """Moves the module to this tier's device."""
         assert self.model is not None
         self.model.to(self.root_device)
-
-    # Collectives: local while user code runs on one tier alone
-
-    @property
-    def _is_local(self) -> bool:
-        if self._session is None or self._session.is_user_code_alone:
-            return True
-        module = self.lightning_module
-        return module is not None and module._trainer is not None and module.trainer.interrupted
-
-    def barrier(self, name: str | None = None) -> None:
-        """Waits for all tiers."""
-        if self._collectives is not None and not self._is_local:
-            self._collectives.barrier(name)
-
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Returns the object of rank `src` on all tiers."""
-        if self._collectives is None or self._is_local:
-            return obj
-        result: TBroadcast = self._collectives.broadcast(obj, self._tier_of_rank[src])
-        return result
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Returns the value as it is: the tiers have one and the same, as one process has."""
-        return tensor
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Returns the tensor as it is, as on one process."""
-        return tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agrees on a decision."""
-        if self._collectives is None or self._is_local:
-            return decision
-        return self._collectives.all(decision) if all else self._collectives.any(decision)
 
     # Data
 
@@ -390,14 +258,7 @@ class HierTrainStrategy(ParallelStrategy):
 
     def _begin(self, batch: Any) -> None:
         """Finds, before the first step, the chain of layers and the schedule to begin with."""
-        assert self.lightning_module is not None
-        opening = Opening(
-            schedule=self._given_schedule,
-            profile=self._profile,
-            policy=self._policy,
-            model=type(self.lightning_module).__name__,
-        )
-        open_run(self.session, self.sandbox, batch, opening)
+        open_run(self.session, self.sandbox, batch, self._settings, self._profile)
 
     def sandbox(self) -> Sandbox:
         """Returns a copy of the module to trace and measure."""
@@ -415,7 +276,7 @@ class HierTrainStrategy(ParallelStrategy):
             profile: What was measured; the same on all tiers.
         """
         self._profile = profile
-        plan_and_adopt(self.session, profile, self._policy)
+        plan_and_adopt(self.session, profile, self._settings)
 
     # Steps
 

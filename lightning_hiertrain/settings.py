@@ -1,0 +1,71 @@
+"""What the user asked of the strategy, read from files where it was given as such, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_hiertrain.planning import POLICIES
+from lightning_hiertrain.profiles import Profile
+from lightning_hiertrain.schedule import Schedule
+from lightning_hiertrain.topology import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of `HierTrainStrategy`, which documents them."""
+
+    tiers: tuple[str, ...]
+    data_tier: str
+    schedule: Schedule | None
+    profile: Profile | None
+    policy: str
+    topology: Topology | None
+    keys_folder: Path | None
+    """Where private keys lie unless `private_key` says so: beside the topology file."""
+    private_key: str | Path | None
+    profile_steps: int
+    profile_seconds: float
+    timeout_seconds: float
+    silence_seconds: float
+
+    def __post_init__(self) -> None:
+        tiers = self.tiers
+        if len(set(tiers)) != len(tiers) or len(tiers) < 2:
+            raise ValueError(f"`tiers` must name two or more different tiers, got {tiers}")
+        if self.data_tier not in tiers:
+            raise ValueError(f"`data_tier={self.data_tier!r}` is not one of `tiers={tiers}`")
+        if self.policy not in POLICIES:
+            raise ValueError(
+                f"`policy={self.policy!r}` is unknown; choose one of {sorted(POLICIES)}"
+            )
+        for name in ("profile_steps", "profile_seconds", "timeout_seconds", "silence_seconds"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"`{name}` must be above 0, got {value!r}")
+        if self.schedule is not None and self.profile is not None:
+            raise ValueError(
+                "`schedule` and `profile` exclude each other: a given schedule is used as it is; "
+                "leave out `profile`, or leave out `schedule` to plan from the profile"
+            )
+        if self.topology is not None and self.topology.names != tiers:
+            raise ValueError(
+                f"the topology has the tiers {self.topology.names}, `tiers` are {tiers}; "
+                "name the same in the same order"
+            )
+        if self.schedule is not None:
+            self._check_names("schedule", self.schedule.shares)
+        if self.profile is not None:
+            self._check_names("profile", self.profile.tiers)
+
+    @property
+    def measures(self) -> bool:
+        """Whether a run has to measure before it can plan."""
+        return self.schedule is None and self.profile is None
+
+    def _check_names(self, what: str, names: Collection[str]) -> None:
+        if not set(names) <= set(self.tiers):
+            raise ValueError(
+                f"the {what} is for the tiers {tuple(names)}, `tiers` are {self.tiers}"
+            )
