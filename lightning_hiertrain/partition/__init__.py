@@ -1,7 +1,8 @@
 """From a user's module to a chain of layers.
 
-In: a step (any function of a batch) and an example batch. Out: a `LayerChain`, plain data, and `Passage`, the context in
-which the same step runs along the chain, stopping at a cut or taking in other tiers' samples there.
+In: a step (any function of a batch) and an example batch. Out: a `LayerChain`, plain data, and
+`Passage`, the context in which the same step runs along the chain, stopping at a cut or taking in
+other tiers' samples there.
 """
 
 from lightning_hiertrain.partition.chain import Layer, LayerChain

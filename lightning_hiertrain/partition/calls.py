@@ -1,7 +1,8 @@
-"""Looking into the calls of torch functions that a model makes: names, tensors inside arguments, randomness.
+"""Looking into the calls of torch functions that a model makes: names, tensors inside arguments.
 
-A `TorchFunctionMode` sees every torch function that Python code calls, before autograd does. That is what this package
-builds on: no tracing compiler, no symbolic batch sizes, and functional code, residuals and control flow look alike.
+A `TorchFunctionMode` sees every torch function that Python code calls, before autograd does. That
+is what this package builds on: no tracing compiler, no symbolic batch sizes, and functional code,
+residuals and control flow look alike.
 """
 
 from __future__ import annotations
@@ -16,20 +17,33 @@ Function = Callable[..., Any]
 
 
 def function_name(function: Function) -> str:
-    """Returns the bare name of a torch function: `"conv2d"`, `"add_"`, or `"shape"` for an attribute."""
+    """Returns the bare name of a torch function or attribute: `"conv2d"`, `"add_"`, `"shape"`."""
     name = getattr(function, "__name__", type(function).__name__)
     if name == "__get__":
         name = getattr(function.__self__, "__name__", name)  # type: ignore[attr-defined]
     return str(name)
 
 
+def unrolled(function: Function) -> tuple[Function, bool]:
+    """Puts `unbind` for the start of an iteration over a tensor, whose items would not be seen.
+
+    Returns:
+        The function to call, and whether its result is to be iterated over.
+    """
+    return (torch.unbind, True) if function is Tensor.__iter__ else (function, False)
+
+
 def returns_tensor(name: str, result: Any) -> bool:
     """Tells whether a call counts: it returned tensors or wrote into one."""
-    return isinstance(result, Tensor) or name == "__setitem__" or next(tensors_in(result), None) is not None
+    return (
+        isinstance(result, Tensor)
+        or name == "__setitem__"
+        or next(tensors_in(result), None) is not None
+    )
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors inside arguments or results, through lists, tuples and mappings, in order."""
+    """Yields the tensors inside arguments or results, through lists, tuples and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -56,59 +70,42 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def writes_first_argument(function: Function, result: Any, args: tuple[Any, ...]) -> bool:
-    """Tells whether a call changed its first argument in place."""
+def version_of(args: tuple[Any, ...]) -> int | None:
+    """Returns the version of a call's first argument, which a write to it raises."""
+    if not args or not isinstance(args[0], Tensor) or args[0].is_inference():
+        return None
+    return args[0]._version
+
+
+def writes_first_argument(function: Function, args: tuple[Any, ...], version: int | None) -> bool:
+    """Tells whether a call changed its first argument in place, given its version before."""
     if not args or not isinstance(args[0], Tensor):
         return False
     name = function_name(function)
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name == "__setitem__" or result is args[0]
+    return in_place or name == "__setitem__" or version_of(args) != version
 
 
-RANDOM = frozenset(
-    """dropout dropout_ feature_dropout alpha_dropout feature_alpha_dropout dropout1d dropout2d dropout3d rand randn
-    rand_like randn_like randint randint_like randperm bernoulli bernoulli_ normal normal_ uniform_ multinomial
-    exponential_ random_ gumbel_softmax rrelu poisson""".split()
+_METADATA = frozenset(
+    [
+        *("shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "__len__", "stride"),
+        *("device", "dtype", "layout", "type", "get_device", "element_size", "itemsize", "nbytes"),
+        *("requires_grad", "is_leaf", "grad", "grad_fn", "retains_grad", "output_nr", "_version"),
+        *("is_cuda", "is_cpu", "is_mps", "is_xpu", "is_xla", "is_meta", "is_sparse", "is_nested"),
+        *("is_sparse_csr", "is_quantized", "is_mkldnn", "is_complex", "is_floating_point"),
+        *("is_signed", "is_conj", "is_neg", "is_inference", "is_contiguous", "is_same_size"),
+        *("is_pinned", "is_shared", "is_tensor", "storage_offset", "untyped_storage", "storage"),
+        *("data_ptr", "names", "has_names", "name", "_is_view", "register_hook", "retain_grad"),
+        *("register_post_accumulate_grad_hook", "_backward_hooks", "__hash__", "__repr__"),
+        *("__format__", "__str__", "result_type", "can_cast", "promote_types", "dense_dim"),
+        *("sparse_dim", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "__dir__", "layout"),
+    ]
 )
-"""Functions that draw random numbers (some only in training mode)."""
-
-_NOISE = frozenset(("rand", "randn", "rand_like", "randn_like"))
-# Where the `training` flag, or its like, stands among the positional arguments.
-_TRAINING_POSITION = {
-    "dropout": 2, "dropout1d": 2, "dropout2d": 2, "dropout3d": 2, "alpha_dropout": 2,
-    "feature_alpha_dropout": 2, "rrelu": 3, "batch_norm": 5,
-}  # fmt: skip
 
 
-def call_without_chance(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Calls a torch function with randomness and batch statistics switched off.
+def leaves_for_python(name: str) -> bool:
+    """Tells whether a call that returned no tensor handed data to Python, as `item` does.
 
-    Used where two runs are compared: dropout passes everything, batch normalisation uses its running statistics, noise
-    is zero. Rows then depend on nothing but themselves, unless the model itself mixes them.
+    What Python does with it cannot be seen. A shape or a type is no data.
     """
-    name = function_name(function)
-    kwargs = dict(kwargs)
-    if name in _TRAINING_POSITION:
-        position = _TRAINING_POSITION[name]
-        running_mean = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
-        if name != "batch_norm" or running_mean is not None:
-            if len(args) > position:
-                args = (*args[:position], False, *args[position + 1 :])
-            else:
-                kwargs["training"] = False
-    elif name == "multi_head_attention_forward":
-        kwargs["training"] = False
-    elif name == "scaled_dot_product_attention":
-        if len(args) > 4:
-            args = (*args[:4], 0.0, *args[5:])
-        elif "dropout_p" in kwargs:
-            kwargs["dropout_p"] = 0.0
-    elif name == "bernoulli_" and isinstance(args[0], Tensor):
-        # Its mean, which stochastic depth divides by.
-        chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-        return args[0].copy_(chance) if isinstance(chance, Tensor) else args[0].fill_(chance)
-    result = function(*args, **kwargs)
-    if name in _NOISE and isinstance(result, Tensor):
-        with torch.no_grad():
-            result.zero_()
-    return result
+    return name not in _METADATA

@@ -1,9 +1,9 @@
-"""A model as a chain of layers: what the tracer finds and what everything after it works from. Pure data.
+"""A model as a chain of layers: what the tracer finds and all else works from. Pure data.
 
 ```
-calls    0   1   2   3   4   5   6   7   8     torch functions in the order in which the step calls them
-kind     r   m   m   c   m   m   m   m   m     raw, main or constant
-cuts             ^           ^   ^             after these calls a single tensor carries the samples
+calls    0   1   2   3   4   5   6   7   8    torch functions in the order in which they are called
+kind     r   m   m   c   m   m   m   m   m    raw, main or constant
+cuts             ^           ^   ^            after these calls a single tensor carries the samples
 layer    [   1   ][    2    ][ 3 ][ after the chain: loss, metrics ]
 ```
 """
@@ -93,8 +93,8 @@ class LayerChain:
     leaf_shapes: tuple[RowShape | None, ...]
     """For each tensor of the batch, its shape; `None` for one that is not split."""
     first_leaf_use: tuple[int, ...]
-    """For each leaf, the index of the first main call that reads it or what was made of it; `len(calls)` if that lies
-    behind the chain or nowhere."""
+    """For each leaf, the index of the first main call that reads it or what was made of it;
+    `len(calls)` if that lies behind the chain or nowhere."""
     last_leaf_use: tuple[int, ...]
     """The same for the last such call; -1 if nothing reads the leaf."""
 
@@ -116,7 +116,7 @@ class LayerChain:
         return self.first_leaf_use[leaf] <= self.layers[num_layers - 1].last_call
 
     def is_read_behind(self, leaf: int, num_layers: int) -> bool:
-        """Tells whether anything behind the cut after `num_layers` layers reads a leaf of the batch."""
+        """Tells whether anything behind the first `num_layers` layers reads a leaf of the batch."""
         return self.last_leaf_use[leaf] > self.layers[num_layers - 1].last_call
 
     @property

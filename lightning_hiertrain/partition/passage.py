@@ -1,7 +1,8 @@
 """Running a step along its chain: stopping at a cut, or taking in other tiers' samples there.
 
-The step is the user's own, unmodified. A `Passage` is active while it runs, counts its torch calls against the chain's
-and acts at the cuts. In front of the first cut a tier sees its own rows; behind each cut there are more:
+The step is the user's own, unmodified. A `Passage` is active while it runs, counts its torch calls
+against the chain's and acts at the cuts. In front of the first cut a tier sees its own rows; behind
+each cut there are more:
 
 ```
             layer 1 .. m_1      layer m_1+1 .. m_2      layer m_2+1 .. N, loss
@@ -12,6 +13,7 @@ rows        n_0                 n_1 = n_0 + b_1         n_2 = n_1 + b_2
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from lightning_hiertrain.partition.calls import (
     map_tensors,
     returns_tensor,
     tensors_in,
+    unrolled,
 )
 from lightning_hiertrain.partition.chain import Call, Kind, LayerChain, RowShape
 from lightning_hiertrain.partition.rows import placeholder
@@ -34,11 +37,23 @@ Tap = Callable[[Tensor], Tensor]
 
 
 class CutReached(BaseException):
-    """Raised by a tap to leave the step at a cut. Not an `Exception`, so that user code does not catch it."""
+    """Raised by a tap to leave the step at a cut.
+
+    Not an `Exception`, so that the user's code does not catch it.
+    """
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
         self.output = output
+
+
+@dataclass(frozen=True)
+class _Raw:
+    """A tensor of the batch, or made of it alone."""
+
+    tensor: Tensor  # kept, since its id is only good while it lives
+    dim: int
+    rows: int
 
 
 def call_as_is(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -51,10 +66,11 @@ class Passage(TorchFunctionMode):
 
     Args:
         chain: The step's chain.
-        leaves: The batch's tensors as the step sees them. A leaf that is also needed behind the first cut holds all rows;
-            main calls get as many of the first rows as belong to them.
-        num_rows: Rows in front of the first cut. With 0 of them main calls are not carried out: they return
-            placeholders of one row, up to the first cut, where the tap's result replaces them.
+        leaves: The batch's tensors as the step sees them. A leaf that is also needed behind the
+            first cut holds all rows; main calls get as many of the first rows as belong to them.
+        num_rows: Rows in front of the first cut. With 0 of them main calls are not carried out:
+            they return placeholders of one row, up to the first cut, where the tap's result
+            replaces them.
         taps: What to do after a layer, by number of layers (1 = after the first).
         rows_behind: Rows behind a cut, by number of layers.
         call: How torch functions are called.
@@ -80,8 +96,8 @@ class Passage(TorchFunctionMode):
         self._num_rows = num_rows
         self._call = call
         self._next = 0
-        self._raw: dict[int, tuple[Tensor, RowShape]] = {
-            id(leaf): (leaf, shape)
+        self._raw: dict[int, _Raw] = {
+            id(leaf): _Raw(leaf, shape.dim, leaf.size(shape.dim))
             for leaf, shape in zip(leaves, chain.leaf_shapes, strict=True)
             if shape is not None
         }
@@ -94,8 +110,8 @@ class Passage(TorchFunctionMode):
         """
         if self._next <= self._last:
             raise TraceError(
-                f"the step ended after {self._next} torch calls, the cut lies behind call {self._last}: "
-                f"expected `{self._chain.calls[self._next].name}`. {_SAME_PATH}"
+                f"the step ended after {self._next} torch calls, the cut lies behind call "
+                f"{self._last}: expected `{self._chain.calls[self._next].name}`. {_SAME_PATH}"
             )
 
     def __torch_function__(
@@ -108,14 +124,15 @@ class Passage(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._next > self._last:
             return self._call(func, args, kwargs)
+        func, iterated = unrolled(func)
         name = function_name(func)
         expected = self._chain.calls[self._next]
         if name != expected.name:
             result = self._call(func, args, kwargs)
             if returns_tensor(name, result):
                 raise TraceError(
-                    f"torch call {self._next} of the step is `{name}`, it was `{expected.name}` when the model was "
-                    f"traced. {_SAME_PATH}"
+                    f"torch call {self._next} of the step is `{name}`, it was `{expected.name}` "
+                    f"when the model was traced. {_SAME_PATH}"
                 )
             return result
         result = self._carry_out(expected, func, args, kwargs)
@@ -126,30 +143,48 @@ class Passage(TorchFunctionMode):
         if index in self._taps:
             result = self._taps[index](result)
             self._num_rows = self._rows_behind.get(index, self._num_rows)
-        return result
+        return iter(result) if iterated else result
 
     def _carry_out(
         self, expected: Call, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         if expected.kind is Kind.MAIN:
+            if self._num_rows == 0 and expected.name == "__setitem__":
+                return None
             if self._num_rows == 0 and len(expected.outputs) == 1:
                 device = next(tensors_in((args, dict(kwargs)))).device
                 return _one_row(expected.outputs[0], device)
             if expected.reads_raw:
                 args, kwargs = map_tensors((args, dict(kwargs)), self._own_rows)
+            return self._call(func, args, kwargs)
         result = self._call(func, args, kwargs)
-        if expected.kind is Kind.RAW and isinstance(result, Tensor) and expected.outputs:
-            shape = expected.outputs[0]
-            if shape is not None:
-                self._raw[id(result)] = (result, shape)
+        if expected.kind is Kind.RAW:
+            self._note_raw(expected, result, args, kwargs)
         return result
 
+    def _note_raw(
+        self, expected: Call, result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Notes how many rows lie in what was made of the batch."""
+        made_of = (self._raw.get(id(x)) for x in tensors_in((args, dict(kwargs))))
+        rows = next((raw.rows for raw in made_of if raw is not None), None)
+        for tensor, shape in zip(tensors_in(result), expected.outputs, strict=False):
+            if rows is not None and shape is not None:
+                self._raw[id(tensor)] = _Raw(tensor, shape.dim, rows)
+
     def _own_rows(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._raw:
+        raw = self._raw.get(id(tensor))
+        wanted = max(self._num_rows, 1)
+        if raw is None or raw.rows <= wanted:
             return tensor
-        _, shape = self._raw[id(tensor)]
-        wanted = shape.per_sample * max(self._num_rows, 1)
-        return tensor if tensor.size(shape.dim) <= wanted else tensor.narrow(shape.dim, 0, wanted)
+        # Not what the trace says: a sample may have more or fewer tokens in this batch.
+        per_sample, rest = divmod(tensor.size(raw.dim), raw.rows)
+        if rest:
+            raise TraceError(
+                f"a tensor of shape {tuple(tensor.shape)} made of {raw.rows} samples cannot be "
+                f"divided between tiers along dimension {raw.dim}. {_SAME_PATH}"
+            )
+        return tensor.narrow(raw.dim, 0, per_sample * wanted)
 
 
 _SAME_PATH = (

@@ -1,12 +1,15 @@
 """Proving cuts with numbers: a divided batch must give the loss and the gradients of the whole one.
 
-One run puts a sample of its own behind every cut at once. Where that fails, the cuts are tried by halves, and those
-that fail alone are dropped; so a captured batch size, mixed samples or a value that slipped past the tracer cost cuts, never
-correctness. Chance and batch statistics are switched off meanwhile.
+One run puts a sample of its own behind every cut at once. Where that fails, the cuts are tried by
+halves, and those that fail alone are dropped; so a captured batch size, mixed samples or a value
+that slipped past the tracer cost cuts, never correctness. Chance and batch statistics are switched
+off meanwhile, and the samples are made different from one another.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hiertrain.errors import TraceError
-from lightning_hiertrain.partition.calls import call_without_chance, tensors_in
+from lightning_hiertrain.partition.calls import tensors_in
 from lightning_hiertrain.partition.chain import LayerChain
+from lightning_hiertrain.partition.chance import call_without_chance
+from lightning_hiertrain.partition.isolation import same_buffers
 from lightning_hiertrain.partition.passage import CutReached, Passage, Tap
 from lightning_hiertrain.partition.rows import batch_leaves, repeat_rows, with_leaves
 from lightning_hiertrain.partition.views import filled, owner_leaves, prefix_leaves
@@ -26,13 +31,17 @@ log = logging.getLogger(__name__)
 
 _TOLERANCE = 1e-3
 """Relative; float32 rounding of a deep model stays below, a wrong row does not."""
+_NOISE = 1e-6
+"""Relative to the largest gradient: one that is 0 but for rounding (an attention key's bias)."""
+_LEVELS = {1: 0.9, 0: 0.1}
+"""What random numbers become, by the owner's own rows."""
 
 Step = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Sums over what a step returned, and the gradients of its first floating tensor."""
+    """What a step returned, and the gradients of its first tensor that has one."""
 
     values: list[Tensor]
     gradients: list[Tensor | None]
@@ -41,7 +50,12 @@ class _Outcome:
 def proven(
     chain: LayerChain, step: Step, module: nn.Module, batch: Any, split: Sequence[int]
 ) -> LayerChain:
-    """Returns the chain with only those cuts that divide the batch without changing the result."""
+    """Returns the chain with only those cuts that divide the batch without changing the result.
+
+    What the owner sees of the batch depends on its first cut, so that the cuts are proven in groups
+    with the same view, and then each group together with all cuts behind it.
+    """
+
     def hold(depths: Sequence[int]) -> bool:
         workers = dict.fromkeys(depths, 1)
         return all(
@@ -56,11 +70,20 @@ def proven(
         half = len(depths) // 2
         return good(depths[:half]) + good(depths[half:])
 
+    def view(depth: int) -> tuple[bool, ...]:
+        return tuple(chain.is_read_behind(i, depth) for i in range(len(chain.leaf_shapes)))
+
     everything = range(1, len(chain) + 1)
-    depths = good(everything)
-    if len(depths) == len(everything):
-        return chain
-    return _without_other_cuts(chain, depths if not depths or hold(depths) else [])
+    groups = [list(group) for _, group in itertools.groupby(everything, view)]
+    depths: list[int] = []
+    for group in reversed(groups):
+        proved = good(group)
+        together = proved + depths
+        if proved and (not depths or hold(together)):
+            depths = together
+        elif proved:
+            log.debug("cuts after layers %s do not go with those behind them", proved)
+    return chain if len(depths) == len(everything) else _without_other_cuts(chain, depths)
 
 
 def _without_other_cuts(chain: LayerChain, depths: Sequence[int]) -> LayerChain:
@@ -88,7 +111,7 @@ def _without_other_cuts(chain: LayerChain, depths: Sequence[int]) -> LayerChain:
 
 @dataclass(frozen=True)
 class _Check:
-    """One division of a small batch: `own` rows for the owner, some for a prefix worker at each depth."""
+    """One division of a small batch: `own` rows for the owner, some for a worker at each depth."""
 
     chain: LayerChain
     step: Step
@@ -100,31 +123,34 @@ class _Check:
 
     def holds(self) -> bool:
         total = self.own + sum(self.workers.values())
-        rows = repeat_rows(self.batch, self.split, total)
+        rows = _distinct(repeat_rows(self.batch, self.split, total), self.split)
         try:
-            whole = self._outcome(lambda: self._whole(rows))
-            divided = self._outcome(lambda: self._divided(rows, total))
+            whole = self._outcome(lambda: self._whole(_fresh(rows)))
+            divided = self._outcome(lambda: self._divided(_fresh(rows), total))
         except Exception as error:
             log.debug("cuts after layers %s: %s", list(self.workers), error)
             return False
-        return all(
-            _close(x, y)
-            for x, y in zip(
-                (*whole.values, *whole.gradients),
-                (*divided.values, *divided.gradients),
-                strict=True,
-            )
+        sizes = [_size(x) for x in whole.gradients if x is not None]
+        noise = _NOISE * max(sizes, default=0.0)
+        return _same(whole.values, divided.values, 0.0) and _same(
+            whole.gradients, divided.gradients, noise
         )
 
+    @property
+    def _call(self) -> Callable[..., Any]:
+        return functools.partial(call_without_chance, level=_LEVELS[self.own])
+
     def _whole(self, rows: Any) -> Any:
-        with Passage(self.chain, batch_leaves(rows), num_rows=-1, taps={}, call=call_without_chance):
+        leaves = batch_leaves(rows)
+        with Passage(self.chain, leaves, num_rows=-1, taps={}, call=self._call):
             return self.step(rows)
 
     def _divided(self, rows: Any, total: int) -> Any:
-        received = self._activations(rows, total)
+        received = self._activations(_fresh(rows), total)
         counts, taps, behind = self.own, dict[int, Tap](), {}
         for depth, count in self.workers.items():
-            taps[depth] = _joiner(received[depth], self.chain[depth - 1].output.dim, first=counts == 0)
+            dim = self.chain[depth - 1].output.dim
+            taps[depth] = _joiner(received[depth], dim, first=counts == 0)
             counts += count
             behind[depth] = counts
         first = min(self.workers)
@@ -136,7 +162,7 @@ class _Check:
             num_rows=self.own,
             taps=taps,
             rows_behind=behind,
-            call=call_without_chance,
+            call=self._call,
         )
         with passage:
             result = self.step(with_leaves(rows, leaves))
@@ -144,37 +170,32 @@ class _Check:
         return result
 
     def _activations(self, rows: Any, total: int) -> dict[int, Tensor]:
-        """Runs the prefix on the workers' rows and takes from each cut those that leave the chain there."""
+        """Runs the prefix on the workers' rows and takes from each cut those that leave there."""
         deepest = max(self.workers)
         part = slice(self.own, total)
         seen = prefix_leaves(self.chain, batch_leaves(rows), deepest, part)
         leaves = filled(self.chain, seen, total - self.own, batch_leaves(rows)[0].device)
+        starts = dict(
+            zip(self.workers, itertools.accumulate(self.workers.values(), initial=0), strict=False)
+        )
         taken: dict[int, Tensor] = {}
-        start = 0
-        bounds = {}
-        for depth, count in self.workers.items():
-            bounds[depth] = (start, count)
-            start += count
 
-        def tap(depth: int) -> Tap:
-            def take(output: Tensor) -> Tensor:
-                shape = self.chain[depth - 1].output
-                first, count = bounds[depth]
-                taken[depth] = output.narrow(shape.dim, first * shape.per_sample, count * shape.per_sample)
-                if depth == deepest:
-                    raise CutReached(output)
-                # An in-place call behind the cut must not reach what was taken.
-                taken[depth] = taken[depth].clone()
-                return output
-
-            return take
+        def take(depth: int, output: Tensor) -> Tensor:
+            shape = self.chain[depth - 1].output
+            start, count = starts[depth], self.workers[depth]
+            rows = output.narrow(shape.dim, start * shape.per_sample, count * shape.per_sample)
+            # As a link delivers it: in memory of its own, in the order of its dimensions.
+            taken[depth] = rows.clone(memory_format=torch.contiguous_format)
+            if depth == deepest:
+                raise CutReached(output)
+            return output
 
         passage = Passage(
             self.chain,
             leaves,
             num_rows=total - self.own,
-            taps={depth: tap(depth) for depth in self.workers},
-            call=call_without_chance,
+            taps={depth: functools.partial(take, depth) for depth in self.workers},
+            call=self._call,
         )
         try:
             with passage:
@@ -185,23 +206,79 @@ class _Check:
         raise TraceError("a step was not left at its cut")
 
     def _outcome(self, run: Callable[[], Any]) -> _Outcome:
-        with torch.enable_grad():
-            values = [x.double().sum() for x in tensors_in(run()) if x.is_floating_point()]
-            parameters = [p for p in self.module.parameters() if p.requires_grad]
-            gradients: list[Tensor | None] = [None] * len(parameters)
-            roots = [value for value in values if value.requires_grad]
-            if roots and parameters:
-                found = torch.autograd.grad(roots[0], parameters, allow_unused=True)
-                gradients = list(found)
-        return _Outcome([value.detach() for value in values], gradients)
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        kept = [p.grad for p in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            with same_buffers(self.module), torch.enable_grad():
+                values = list(tensors_in(run()))
+                root = next((value for value in values if value.requires_grad), None)
+                if root is not None:
+                    # Through `backward`, which checkpointed segments need.
+                    _weighted_sum(root).backward()  # type: ignore[no-untyped-call]
+                values = [value.detach().clone() for value in values]
+            return _Outcome(values, [p.grad for p in parameters])
+        finally:
+            for parameter, gradient in zip(parameters, kept, strict=True):
+                parameter.grad = gradient
+
+
+def _weighted_sum(value: Tensor) -> Tensor:
+    """Sums with different weights: the sum of a softmax would have no gradient."""
+    if value.numel() == 1:
+        return value.reshape(())
+    weights = torch.arange(1, value.numel() + 1, device=value.device, dtype=torch.float64).cos()
+    return (value.flatten() * weights.to(value.dtype)).sum().abs()
 
 
 def _joiner(received: Tensor, dim: int, *, first: bool) -> Tap:
     return lambda own: received if first else torch.cat((own, received), dim)
 
 
-def _close(x: Tensor | None, y: Tensor | None) -> bool:
+def _fresh(rows: Any) -> Any:
+    """Returns a copy, since a step may change its batch in place."""
+    return with_leaves(rows, [leaf.clone() for leaf in batch_leaves(rows)])
+
+
+def _distinct(rows: Any, split: Sequence[int]) -> Any:
+    """Returns rows that differ, whatever the example was, and lie between it and 0."""
+    leaves = batch_leaves(rows)
+    generator = torch.Generator().manual_seed(len(leaves))
+    for position in split:
+        leaf = leaves[position]
+        if not leaf.is_floating_point() and not leaf.is_complex():
+            continue
+        chance = torch.rand(leaf.shape, generator=generator).to(leaf)
+        everything_alike = bool((leaf == leaf.flatten()[0]).all()) if leaf.numel() else True
+        factor = chance[(slice(None),) + (slice(0, 1),) * (leaf.dim() - 1)]
+        leaves[position] = chance if everything_alike else leaf * (1 - factor / 2)
+    return with_leaves(rows, leaves)
+
+
+def _same(whole: Sequence[Tensor | None], divided: Sequence[Tensor | None], noise: float) -> bool:
+    return len(whole) == len(divided) and all(
+        _close(x, y, noise) for x, y in zip(whole, divided, strict=True)
+    )
+
+
+def _close(x: Tensor | None, y: Tensor | None, noise: float) -> bool:
     if x is None or y is None:
-        return x is y or not torch.any(y if x is None else x)  # type: ignore[arg-type]
-    scale = max(float(x.abs().max()), float(y.abs().max()), 1e-12)
-    return x.shape == y.shape and float((x - y).abs().max()) <= _TOLERANCE * scale
+        other = y if x is None else x
+        return other is None or not bool(torch.any(other))
+    if x.shape != y.shape:
+        return False
+    if not _is_number(x):
+        return bool(torch.equal(x, y))
+    if not x.numel():
+        return True
+    scale = max(_size(x), _size(y))
+    return _size(x - y) <= _TOLERANCE * scale + noise
+
+
+def _is_number(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _size(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x.detach(), torch.inf)) if x.numel() else 0.0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -16,18 +18,17 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from lightning_hiertrain.partition.calls import (
-    RANDOM,
     Function,
-    call_without_chance,
     function_name,
+    leaves_for_python,
     returns_tensor,
     tensors_in,
+    unrolled,
+    version_of,
     writes_first_argument,
 )
 from lightning_hiertrain.partition.chain import Kind
-
-_ESCAPES = frozenset(("item", "tolist", "numpy", "__float__", "__int__", "__index__", "__array__"))
-"""Calls by which a value leaves for Python, where its further use cannot be seen."""
+from lightning_hiertrain.partition.chance import RANDOM, call_without_chance
 
 
 @dataclass(kw_only=True)
@@ -45,6 +46,8 @@ class RecordedCall:
     leaves: frozenset[int]
     """Positions of the batch leaves that went in, directly or through raw calls."""
     reads_raw: bool
+    chance: bool
+    """Whether a constant call drew random numbers or read some."""
     parameters: frozenset[str]
 
 
@@ -53,9 +56,13 @@ class Recording:
     """What one run of a step did."""
 
     calls: list[RecordedCall] = field(default_factory=list)
-    escaped: set[int] = field(default_factory=set)
-    """Calls whose result left for Python or was returned: used to the very end."""
-    escaped_leaves: set[int] = field(default_factory=set)
+    escaped: dict[int, int] = field(default_factory=dict)
+    """Calls whose result left for Python or outlives the step, so that it counts as used to the
+    very end, and how many calls had been made by then."""
+    escaped_leaves: dict[int, int] = field(default_factory=dict)
+    """The same for leaves of the batch."""
+    python_chance: int | None = None
+    """How many calls had been made when Python or NumPy first drew a random number."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +70,10 @@ class _Value:
     """Where a tensor came from."""
 
     kind: Kind
-    call: int | None = None
+    calls: frozenset[int] = frozenset()
     leaves: frozenset[int] = frozenset()
     parameters: frozenset[str] = frozenset()
+    chance: bool = False
 
 
 class _Recorder(TorchFunctionMode):
@@ -74,13 +82,17 @@ class _Recorder(TorchFunctionMode):
         self.recording = Recording()
         self.module_path: list[str] = [""]
         self._values: dict[int, _Value] = {}
-        self._keep: list[Tensor] = list(leaves)  # an id is only good while its tensor lives
+        self._keep: list[Tensor] = []  # an id is only good while its tensor lives
+        self._by_storage: dict[int, list[int]] = {}
+        self._python_states = _python_states()
         for position in split:
-            self._values[id(leaves[position])] = _Value(Kind.RAW, leaves=frozenset((position,)))
-        for name, parameter in module.named_parameters():
-            self._values[id(parameter)] = _Value(Kind.CONSTANT, parameters=frozenset((name,)))
+            leaf = leaves[position]
+            self._set(leaf, _Value(Kind.RAW, leaves=frozenset((position,))))
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if id(parameter) not in self._values:
+                self._set(parameter, _Value(Kind.CONSTANT, parameters=frozenset((name,))))
         for buffer in module.buffers():
-            self._values[id(buffer)] = _Value(Kind.CONSTANT)
+            self._set(buffer, _Value(Kind.CONSTANT))
 
     def __torch_function__(
         self,
@@ -90,47 +102,67 @@ class _Recorder(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        self.watch_python_chance()
+        func, iterated = unrolled(func)
         name = function_name(func)
         inputs = [self._value_of(x) for x in tensors_in((args, dict(kwargs)))]
+        version = version_of(args)
         result = call_without_chance(func, args, kwargs)
         if not returns_tensor(name, result):
-            if name in _ESCAPES:
+            if leaves_for_python(name):
                 self.mark_escaped(inputs)
             return result
-        self._add(name, result, inputs, written=args[0] if writes_first_argument(func, result, args) else None)
-        return result
+        written = args[0] if writes_first_argument(func, args, version) else None
+        self._add(name, result, inputs, written)
+        return iter(result) if iterated else result
+
+    def watch_python_chance(self) -> None:
+        """Notes that Python or NumPy drew a random number since the last call."""
+        if self.recording.python_chance is None and self._python_states != _python_states():
+            self.recording.python_chance = len(self.recording.calls)
 
     def mark_escaped(self, values: Sequence[_Value]) -> None:
+        now = len(self.recording.calls)
         for value in values:
-            if value.call is not None:
-                self.recording.escaped.add(value.call)
+            for call in value.calls:
+                self.recording.escaped.setdefault(call, now)
             if value.kind is Kind.RAW:
-                self.recording.escaped_leaves |= value.leaves
+                for leaf in value.leaves:
+                    self.recording.escaped_leaves.setdefault(leaf, now)
 
     def mark_used_at_the_end(self, result: Any) -> None:
-        """Notes the tensors that the step hands out."""
+        """Notes the tensors that the step hands out or leaves behind."""
         known = (x for x in tensors_in(result) if id(x) in self._values)
         self.mark_escaped([self._values[id(x)] for x in known])
 
     def _value_of(self, tensor: Tensor) -> _Value:
         if id(tensor) not in self._values:
-            # Made where no torch function shows, for example by a custom `autograd.Function`: taken for a constant if
-            # it has no history, else for the work of whatever came last. Numbers prove the cuts later.
+            # Made where no torch function shows, for example by a custom `autograd.Function`: taken
+            # for a constant if it has no history, else for the work of whatever came last. Numbers
+            # prove the cuts later.
             value = _Value(Kind.CONSTANT)
             if tensor.grad_fn is not None and self.recording.calls:
                 last = len(self.recording.calls) - 1
-                value = _Value(self.recording.calls[last].kind, call=last)
-            self._keep.append(tensor)
-            self._values[id(tensor)] = value
+                value = _Value(self.recording.calls[last].kind, calls=frozenset((last,)))
+            self._set(tensor, value)
         return self._values[id(tensor)]
+
+    def _set(self, tensor: Tensor, value: _Value) -> None:
+        if id(tensor) not in self._values:
+            self._keep.append(tensor)
+            storage = _storage_of(tensor)
+            if storage is not None:
+                self._by_storage.setdefault(storage, []).append(id(tensor))
+        self._values[id(tensor)] = value
 
     def _add(
         self, name: str, result: Any, inputs: Sequence[_Value], written: Tensor | None
     ) -> None:
         parameters = frozenset[str]().union(*(value.parameters for value in inputs))
         leaves = frozenset[int]().union(*(value.leaves for value in inputs))
+        chance = name in RANDOM or any(value.chance for value in inputs)
         kinds = {value.kind for value in inputs}
-        if Kind.MAIN in kinds or (Kind.RAW in kinds and (parameters or name in RANDOM)):
+        if Kind.MAIN in kinds or (Kind.RAW in kinds and (parameters or chance)):
             kind = Kind.MAIN
         else:
             kind = Kind.RAW if Kind.RAW in kinds else Kind.CONSTANT
@@ -143,21 +175,38 @@ class _Recorder(TorchFunctionMode):
                 kind=kind,
                 outputs=outputs,
                 single=isinstance(result, Tensor),
-                reads=frozenset(value.call for value in inputs if value.call is not None),
+                reads=frozenset[int]().union(*(value.calls for value in inputs)),
                 leaves=leaves if kind is not Kind.CONSTANT else frozenset(),
                 reads_raw=kind is Kind.MAIN and Kind.RAW in kinds,
+                chance=chance and kind is Kind.CONSTANT,
                 parameters=parameters,
             )
         )
         value = _Value(
             kind,
-            call=index,
+            calls=frozenset((index,)),
             leaves=leaves if kind is Kind.RAW else frozenset(),
             parameters=parameters if kind is Kind.CONSTANT else frozenset(),
+            chance=chance and kind is Kind.CONSTANT,
         )
-        for tensor in (*outputs, *(() if written is None else (written,))):
-            self._keep.append(tensor)
-            self._values[id(tensor)] = value
+        for tensor in outputs:
+            self._set(tensor, value)
+        if written is not None:
+            self._overwrite(written, value)
+
+    def _overwrite(self, written: Tensor, value: _Value) -> None:
+        """Notes a write, also for the tensors that share the memory: they hold old and new."""
+        self._set(written, value)
+        for other in self._by_storage.get(_storage_of(written) or 0, ()):
+            old = self._values[other]
+            if other != id(written) and not (old.calls and old.calls >= value.calls):
+                self._values[other] = _Value(
+                    value.kind if value.kind is not Kind.CONSTANT else old.kind,
+                    calls=old.calls | value.calls,
+                    leaves=old.leaves | value.leaves,
+                    parameters=old.parameters | value.parameters,
+                    chance=old.chance or value.chance,
+                )
 
 
 def record(
@@ -174,13 +223,30 @@ def record(
         batch: The batch, whose tensors are `leaves`.
         leaves: The batch's tensors.
         split: Positions of the leaves with one row a sample.
-        module: Where parameters and module names come from.
+        module: Where parameters and module names come from. Tensors of the step that it keeps as
+            attributes or wrote into its buffers count as used after the step, too.
     """
     recorder = _Recorder(leaves, split, module)
     with _module_paths(module, recorder.module_path), torch.enable_grad(), recorder:
         result = step(batch)
+    recorder.watch_python_chance()
     recorder.mark_used_at_the_end(result)
+    for child in module.modules():
+        recorder.mark_used_at_the_end(list(vars(child).values()))
     return recorder.recording
+
+
+def _python_states() -> tuple[Any, ...]:
+    numpy: Any = np.random.get_state(legacy=False)
+    state = numpy["state"]
+    return random.getstate(), numpy["has_gauss"], state["pos"], int(state["key"][0])
+
+
+def _storage_of(tensor: Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None  # sparse and other tensors without memory of their own
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """The batch as rows: which leaves have one row a sample, and how to take some of them.
 
-Works on whatever a dataloader yields: tensors in tuples, dicts, dataclasses, nested. A leaf whose first dimension has
-one entry a sample is split; every other leaf (a string, a number, a table of weights) goes to all tiers as it is.
+Works on whatever a dataloader yields: tensors in tuples, dicts, dataclasses, nested. A leaf whose
+first dimension has one entry a sample is split; every other leaf (a string, a number, a table of
+weights) goes to all tiers as it is.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def num_samples(batch: Any) -> int:
         if leaf.dim():
             return leaf.size(0)
     raise TraceError(
-        f"a batch of type `{type(batch).__name__}` cannot be split into samples: it holds no tensor with a first "
-        "dimension; let the dataloader yield tensors (in tuples, dicts or dataclasses) of shape (num_samples, ...)"
+        f"a batch of type `{type(batch).__name__}` cannot be split into samples: it holds no "
+        "tensor with a first dimension; let the dataloader yield tensors (in tuples, dicts or "
+        "dataclasses) of shape (num_samples, ...)"
     )
 
 

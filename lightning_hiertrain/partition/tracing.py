@@ -1,21 +1,32 @@
 """Finding the chain of layers in an unmodified model.
 
-A cut may follow a call if, from there on, a single tensor carries the samples: nothing that was computed from them
-earlier is used later, except what was made of the batch alone, without parameters (a normalised image that is also the
-target), since every tier that has the batch can make that again. Two recordings with different numbers of samples tell
-along which dimension the samples lie in each tensor. `proof` then checks every cut with numbers.
+A cut may follow a call if, from there on, a single tensor carries the samples: nothing that was
+computed from them earlier is used later, except what was made of the batch alone, without
+parameters (a normalised image that is also the target), since every tier that has the batch can
+make that again. Two recordings with different numbers of samples tell along which dimension the
+samples lie in each tensor. `proof` then checks every cut with numbers.
+
+No cut is made where a tier would need more than its own rows or would have to guess:
+
+- while a random number that was drawn apart from the samples is still to be used;
+- behind the first use of a value made of several samples of the batch (a maximum length);
+- behind a value of the chain that left for Python, was kept or returned;
+- behind the first random number that Python or NumPy drew.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_hiertrain.errors import TraceError
 from lightning_hiertrain.partition.chain import Call, Kind, Layer, LayerChain, RowShape
+from lightning_hiertrain.partition.isolation import same_buffers, same_chance
 from lightning_hiertrain.partition.proof import proven
 from lightning_hiertrain.partition.recording import RecordedCall, Recording, record
 from lightning_hiertrain.partition.rows import (
@@ -33,9 +44,9 @@ def trace_layers(module: nn.Module, *example_inputs: Any) -> LayerChain:
     """Finds the chain of layers in a module's forward and proves every cut with numbers.
 
     Args:
-        module: Any module, used as it is: nothing in it is modified and no attribute changes but for what its own
-            forward does.
-        *example_inputs: What `module(...)` takes; tensors have the samples in their first dimension.
+        module: Any module, used as it is: nothing in it is modified and no attribute changes but
+            for what its own forward does.
+        *example_inputs: What `module(...)` takes, the samples in the tensors' first dimension.
 
     Returns:
         The chain; `len(chain)` layers, a cut may follow any of them.
@@ -50,8 +61,9 @@ def trace_step(step: Callable[[Any], Any], module: nn.Module, batch: Any) -> Lay
     """Finds the chain of layers in a step, for example a LightningModule's `training_step`.
 
     Args:
-        step: Called with a batch; returns every tensor that is used afterwards (loss, logged values, outputs). It is run
-            several times, so it must leave no trace: pass a step of a copy.
+        step: Called with a batch; returns every tensor that is used afterwards (loss, logged
+            values, outputs). It is run several times, so it must leave no trace: pass a step of a
+            copy. Random numbers and buffers are restored.
         module: The module whose parameters the step uses.
         batch: An example batch with the samples in the tensors' first dimension.
 
@@ -60,64 +72,123 @@ def trace_step(step: Callable[[Any], Any], module: nn.Module, batch: Any) -> Lay
     """
     samples = num_samples(batch)
     split = split_positions(batch, samples)
-    recordings = []
-    for count in _COUNTS:
-        rows = repeat_rows(batch, split, count)
-        recordings.append((record(step, rows, batch_leaves(rows), split, module), batch_leaves(rows)))
-    chain = _chain(*recordings[0], *recordings[1], split, module)
-    chain = proven(chain, step, module, batch, split) if chain.layers else chain
+    recorded = []
+    with same_chance(), same_buffers(module), torch.enable_grad():
+        # What a model makes once and keeps (a table of positions, lazy parameters) is made first.
+        step(repeat_rows(batch, split, _COUNTS[0]))
+        for count in _COUNTS:
+            rows = repeat_rows(batch, split, count)
+            leaves = batch_leaves(rows)
+            recorded.append(_Run(record(step, rows, leaves, split, module), leaves))
+        few, many = recorded
+        chain, limits = _chain(few, many, split, module)
+        if chain.layers:
+            chain = proven(chain, step, module, batch, split)
     if not chain.layers:
         raise TraceError(
-            f"no cut point was found in `{type(module).__name__}`: at no point of its step does a single tensor carry "
-            "the samples with each row depending on its own sample alone; a step that calls the model several times, "
-            "mixes the samples of a batch or returns inner activations cannot be divided between tiers"
+            f"no cut point was found in `{type(module).__name__}`: at no point of its step does a "
+            "single tensor carry the samples with each row depending on its own sample alone; a "
+            "step that calls the model several times, mixes the samples of a batch, depends on "
+            "random numbers that all samples share or returns inner activations cannot be divided "
+            f"between tiers{''.join(f'. {limit}' for limit in limits)}"
         )
     return chain
 
 
+@dataclass(frozen=True)
+class _Run:
+    recording: Recording
+    leaves: Sequence[Tensor]
+
+
 def _chain(
-    few: Recording,
-    few_leaves: Sequence[Tensor],
-    many: Recording,
-    many_leaves: Sequence[Tensor],
-    split: Sequence[int],
-    module: nn.Module,
-) -> LayerChain:
-    end = len(few.calls)
+    few: _Run, many: _Run, split: Sequence[int], module: nn.Module
+) -> tuple[LayerChain, list[str]]:
+    """Returns the chain as far as the recordings tell, and what kept it short."""
+    calls = few.recording.calls
+    pairs = list(zip(calls, many.recording.calls, strict=False))
     shapes = [
-        tuple(row_shape(x, y) for x, y in zip(a.outputs, b.outputs, strict=False))
-        for a, b in zip(few.calls, many.calls, strict=False)
+        tuple(row_shape(x, y) for x, y in zip(a.outputs, b.outputs, strict=False)) for a, b in pairs
     ]
-    aligned = next(
-        (i for i, (a, b) in enumerate(zip(few.calls, many.calls, strict=False)) if a.name != b.name),
-        min(end, len(many.calls)),
-    )
-    last_use = _last_use(few)
-    ends = _layer_ends(few.calls[:aligned], shapes, last_use)
-    first_leaf, last_leaf = _leaf_uses(few, len(few_leaves))
+    aligned = next((i for i, (a, b) in enumerate(pairs) if a.name != b.name), len(pairs))
+    limit, reasons = _limit(few.recording, shapes)
+    ends = _layer_ends(calls[: min(aligned, limit)], shapes, _last_use(few.recording))
+    first_leaf, last_leaf = _leaf_uses(few.recording, len(few.leaves))
     count = ends[-1] + 1 if ends else 0
-    return LayerChain(
-        layers=tuple(_layers(few.calls, shapes, ends, module)),
+    chain = LayerChain(
+        layers=tuple(_layers(calls, shapes, ends, module)),
         calls=tuple(
             Call(
                 name=call.name,
                 kind=call.kind,
-                outputs=shapes[i] if call.single else (),
+                outputs=shapes[i] if call.single or call.kind is Kind.RAW else (),
                 reads_raw=call.reads_raw,
             )
-            for i, call in enumerate(few.calls[:count])
+            for i, call in enumerate(calls[:count])
         ),
         leaf_shapes=tuple(
             row_shape(x, y) if i in split else None
-            for i, (x, y) in enumerate(zip(few_leaves, many_leaves, strict=True))
+            for i, (x, y) in enumerate(zip(few.leaves, many.leaves, strict=True))
         ),
         first_leaf_use=tuple(min(i, count) for i in first_leaf),
         last_leaf_use=tuple(min(i, count) for i in last_leaf),
     )
+    return chain, reasons
+
+
+def _limit(
+    recording: Recording, shapes: Sequence[tuple[RowShape | None, ...]]
+) -> tuple[int, list[str]]:
+    """Returns the call from which on no cut may follow, and why."""
+    calls = recording.calls
+    limit, reasons = len(calls), []
+    if recording.python_chance is not None:
+        limit = recording.python_chance
+        reasons.append(
+            "Python's or NumPy's random numbers are drawn in the step: draw them in the dataset, "
+            "or use torch's, one for each sample"
+        )
+    mixed: dict[int, str] = {}
+    for index, (call, outputs) in enumerate(zip(calls, shapes, strict=False)):
+        inherited = next((mixed[i] for i in call.reads if i in mixed), None)
+        if call.kind is Kind.RAW:
+            mixes = any(shape is None for shape in outputs) and call.name not in _OF_SHAPE_ALONE
+            if inherited or mixes:
+                mixed[index] = inherited or call.name
+        used = index if call.kind is Kind.MAIN and inherited else recording.escaped.get(index)
+        name = inherited if call.kind is Kind.MAIN else mixed.get(index)
+        if name and used is not None and used < limit:
+            limit = used
+            reasons = [
+                f"`{name}` makes a value of several samples of the batch, ahead of the model: make "
+                "it in the dataset, one for each sample"
+            ]
+    return limit, reasons if limit < len(calls) else []
+
+
+_OF_SHAPE_ALONE = frozenset(
+    [
+        *(
+            "new_zeros",
+            "new_ones",
+            "new_full",
+            "new_empty",
+            "new_tensor",
+            "zeros_like",
+            "ones_like",
+        ),
+        *("empty_like", "full_like"),
+    ]
+)
+"""Functions whose result depends on no value of their tensor."""
 
 
 def row_shape(few: Tensor, many: Tensor) -> RowShape | None:
-    """Compares a tensor for a few samples with the same for more; `None` unless one dimension alone has grown with them."""
+    """Compares a tensor for a few samples with the same for more.
+
+    Returns:
+        Its shape, or `None` unless one dimension alone has grown with the samples.
+    """
     if few.dim() != many.dim():
         return None
     grown = [d for d in range(few.dim()) if few.size(d) != many.size(d)]
@@ -165,7 +236,8 @@ def _layer_ends(
         )
         if is_cut:
             ends.append(index)
-        if call.kind is Kind.MAIN or (call.kind is Kind.CONSTANT and grows):
+        shared = call.kind is Kind.CONSTANT and (grows or call.chance)
+        if call.kind is Kind.MAIN or shared:
             carried_until = max(carried_until, last_use[index])
     return ends
 
@@ -173,7 +245,8 @@ def _layer_ends(
 def _leaf_uses(recording: Recording, num_leaves: int) -> tuple[list[int], list[int]]:
     """Returns for each leaf the first and the last main call that reads it or what was made of it.
 
-    Leaves that a raw call combines must have the same rows wherever they are used: they count as one.
+    Leaves that a raw call combines must have the same rows wherever they are used: they count as
+    one. A leaf that left for Python is read from then on.
     """
     end = len(recording.calls)
     groups = [{leaf} for leaf in range(num_leaves)]
@@ -189,8 +262,9 @@ def _leaf_uses(recording: Recording, num_leaves: int) -> tuple[list[int], list[i
                 for member in groups[leaf]:
                     first[member] = min(first[member], index)
                     last[member] = max(last[member], index)
-    for leaf in recording.escaped_leaves:
+    for leaf, index in recording.escaped_leaves.items():
         for member in groups[leaf]:
+            first[member] = min(first[member], index)
             last[member] = end
     return first, last
 
@@ -202,7 +276,7 @@ def _layers(
     module: nn.Module,
 ) -> list[Layer]:
     sizes = {name: p.numel() * p.element_size() for name, p in module.named_parameters()}
-    containers = {name for name, child in module.named_modules() if any(True for _ in child.children())}
+    containers = {name for name, child in module.named_modules() if list(child.children())}
     used: Counter[str] = Counter()
     seen: set[str] = set()
     layers = []

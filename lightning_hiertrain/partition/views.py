@@ -1,4 +1,4 @@
-"""What a tier's step sees of the batch: its own rows, all rows, or nothing where it does not look."""
+"""What a tier's step sees of the batch: its own rows, all, or nothing where it does not look."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from lightning_hiertrain.partition.chain import LayerChain
-from lightning_hiertrain.partition.rows import placeholder
 
 
 def owner_leaves(
     chain: LayerChain, leaves: Sequence[Tensor], first_cut: int, num_rows: int
 ) -> list[Tensor | None]:
-    """Returns the leaves as the owner's step sees them: own rows, or all where they are needed behind the cut.
+    """Returns the leaves as the owner's step sees them: own rows, or all if needed behind the cut.
 
     Args:
         chain: The step's chain.
@@ -37,7 +36,7 @@ def owner_leaves(
 def prefix_leaves(
     chain: LayerChain, leaves: Sequence[Tensor], num_layers: int, rows: slice
 ) -> list[Tensor | None]:
-    """Returns the leaves as a prefix worker's step sees them: its rows, `None` where the prefix does not look."""
+    """Returns the leaves as a prefix worker's step sees them: its rows, or `None` if not read."""
     seen: list[Tensor | None] = []
     for position, (leaf, shape) in enumerate(zip(leaves, chain.leaf_shapes, strict=True)):
         if shape is None:
@@ -53,12 +52,13 @@ def filled(
     num_rows: int,
     device: torch.device | str = "cpu",
 ) -> list[Tensor]:
-    """Puts placeholders, of one row at least, where a leaf is missing; its shape may still be looked at."""
+    """Puts placeholders, of one row at least, for missing leaves: code may look at their shapes."""
     leaves = []
     for leaf, shape in zip(seen, chain.leaf_shapes, strict=True):
         if leaf is None:
             assert shape is not None
             dtype = getattr(torch, shape.dtype)
-            leaf = placeholder(shape.of(max(num_rows, 1)), dtype, device)
+            # With memory of its own: the step may change it in place.
+            leaf = torch.zeros(shape.of(max(num_rows, 1)), dtype=dtype, device=device)
         leaves.append(leaf)
     return leaves
