@@ -296,8 +296,10 @@ class Profile:
                 },
                 optimizer_state_bytes=data.get("optimizer_state_bytes"),
             )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is not a profile: {error!r}") from error
+        except KeyError as error:
+            raise ValueError(f"this is not a profile: it lacks the field {error}") from error
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"this is not a profile: {error}") from error
 
 
 def _time(data: dict[str, Any]) -> AffineTime:

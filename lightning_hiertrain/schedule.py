@@ -207,5 +207,7 @@ class Schedule:
                 num_chunks=data.get("num_chunks", 1),
                 optimality_gap=data.get("optimality_gap"),
             )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is not a schedule: {error!r}") from error
+        except KeyError as error:
+            raise ValueError(f"this is not a schedule: it lacks the field {error}") from error
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"this is not a schedule: {error}") from error
