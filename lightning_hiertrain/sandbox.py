@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hiertrain.partition.calls import tensors_in
+
+_OF_TORCH = vars(torch.nn.Module()).keys()
+_CHANGEABLE = (list, dict, set, deque, Tensor)
+_LOOKED_INTO = 10_000
+"""A longer container is copied as a whole, not what it contains."""
 
 
 class Sandbox:
@@ -43,6 +49,7 @@ class Sandbox:
         vars(self.module)["log"] = self._log
         for parameter in self.module.parameters():
             parameter.grad = None
+        self._attributes = _Attributes(self.module)
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
@@ -75,6 +82,8 @@ class Sandbox:
         return _loss_of(self._run(batch))
 
     def _run(self, batch: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # what is done here is not part of the step
+            self._attributes.restore()
         step = self.module.training_step
         with_index = is_param_in_hook_signature(step, "batch_idx", min_args=2)
         with self._context():
@@ -83,6 +92,50 @@ class Sandbox:
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, Tensor):
             self._logged.append(value)
+
+
+class _Attributes:
+    """The plain attributes of a module, put back before each step.
+
+    Metrics add up and lists grow from step to step (`self.outputs.append(loss)`); two steps on the
+    same samples shall do the same.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        tensors = (*module.parameters(), *module.buffers())
+        self._untouched = {id(tensor): tensor for tensor in tensors}
+        self._kept = []
+        for child in module.modules():
+            values = vars(child)
+            plain = {key: value for key, value in values.items() if key not in _OF_TORCH}
+            changeable = {
+                key: self._copy(value)
+                for key, value in plain.items()
+                if isinstance(value, _CHANGEABLE)
+            }
+            self._kept.append((values, plain, changeable))
+
+    def restore(self) -> None:
+        for values, plain, changeable in self._kept:
+            for key in values.keys() - plain.keys() - _OF_TORCH:
+                del values[key]
+            values.update(plain)
+            values.update((key, self._copy(value)) for key, value in changeable.items())
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            kept = value.requires_grad or id(value) in self._untouched
+            return value if kept else value.clone()
+        if not isinstance(value, _CHANGEABLE):
+            return value
+        if len(value) <= _LOOKED_INTO:
+            if isinstance(value, list):
+                return [self._copy(item) for item in value]
+            if isinstance(value, dict):
+                copied = copy.copy(value)
+                copied.update((key, self._copy(item)) for key, item in value.items())
+                return copied
+        return copy.copy(value)
 
 
 def _loss_of(output: Any) -> Any:
