@@ -10,6 +10,15 @@ from lightning_hiertrain.transport.collectives import Collectives
 from lightning_hiertrain.transport.keys import make_keys, read_private_key
 from lightning_hiertrain.transport.network import Network
 from lightning_hiertrain.transport.packing import pack, unpack
-from lightning_hiertrain.transport.wire import Message
+from lightning_hiertrain.transport.wire import Message, packed_bytes
 
-__all__ = ["Collectives", "Message", "Network", "make_keys", "pack", "read_private_key", "unpack"]
+__all__ = [
+    "Collectives",
+    "Message",
+    "Network",
+    "make_keys",
+    "pack",
+    "packed_bytes",
+    "read_private_key",
+    "unpack",
+]

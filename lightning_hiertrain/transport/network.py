@@ -161,6 +161,7 @@ class Network:
 
         Raises:
             LinkError: If an address to listen on cannot be had.
+            ValueError: If the local run is already under way, or others can enter its directory.
         """
         if self._engine is not None or self._closed:
             raise RuntimeError(
@@ -382,7 +383,7 @@ class Network:
             return condition()
 
         with self._changed:
-            return self._changed.wait_for(done, timeout_seconds)
+            return self._changed.wait_for(done, min(timeout_seconds, threading.TIMEOUT_MAX))
 
     def _running(self) -> Engine:
         if self._engine is None or self._closed:

@@ -13,12 +13,14 @@ import os
 import re
 import stat
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 _MAX_FILE_BYTES = 4096
+_STALE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +94,12 @@ class Rendezvous:
         user = os.getuid() if hasattr(os, "getuid") else "user"
         root = Path(tempfile.gettempdir()) / f"hiertrain-{user}"
         self.directory = root / run_id
-        for directory in (root, self.directory):
-            _make_private(directory)
+        _make_private(root)
+        for other in root.iterdir():
+            # Not one that a starting run has just made.
+            if other.name != run_id and _age_seconds(other) > _STALE_SECONDS:
+                self._sweep(other)
+        _make_private(self.directory)
         self._path = self.directory / f"{tier}.json"
         self._tier = tier
 
@@ -118,35 +124,46 @@ class Rendezvous:
         temporary.replace(self._path)
 
     def read(self, tier: str) -> Card | None:
-        """Returns the card of a tier, or `None` if it has not come yet."""
-        path = self.directory / f"{tier}.json"
-        try:
-            descriptor = os.open(
-                path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-            )
-        except OSError:
-            return None
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or not _is_own(status):
-                return None
-            text = file.read(_MAX_FILE_BYTES)
-        try:
-            data = json.loads(text)
-            process = ProcessIdentity.from_dict(data["process"])
-            if process is None:
-                return None
-            card = Card(public_key=str(data["public_key"]), port=int(data["port"]), process=process)
-        except (ValueError, TypeError, KeyError):
-            return None
-        return None if card.process.has_ended() else card
+        """Returns the card of a tier, or `None` if it has not come yet or has ended."""
+        card = _read(self.directory / f"{tier}.json")
+        return None if card is None or card.process.has_ended() else card
 
     def leave(self) -> None:
-        """Removes this tier's card, and the directory with the last one."""
+        """Removes this tier's card and those of ended tiers, and the directory with the last."""
         with contextlib.suppress(OSError):
             self._path.unlink()
+        self._sweep(self.directory)
+
+    def _sweep(self, directory: Path) -> None:
+        """Removes what ended processes have left in a directory, and it if nothing else is left."""
         with contextlib.suppress(OSError):
-            self.directory.rmdir()
+            for path in directory.glob("*.json"):
+                card = _read(path)
+                if card is not None and card.process.has_ended():
+                    path.unlink()
+            directory.rmdir()
+
+
+def _read(path: Path) -> Card | None:
+    """Returns a card of this user, or `None` if there is none."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or not _is_own(status):
+            return None
+        text = file.read(_MAX_FILE_BYTES)
+    try:
+        data = json.loads(text)
+        process = ProcessIdentity.from_dict(data["process"])
+        if process is None:
+            return None
+        return Card(public_key=str(data["public_key"]), port=int(data["port"]), process=process)
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _make_private(directory: Path) -> None:
@@ -158,6 +175,13 @@ def _make_private(directory: Path) -> None:
             f"the directory {directory}, where the tiers of this machine meet, belongs to someone "
             "else or is open to others; remove it, or set TMPDIR to a directory of your own"
         )
+
+
+def _age_seconds(path: Path) -> float:
+    try:
+        return time.time() - path.lstat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _is_own(status: os.stat_result) -> bool:

@@ -151,6 +151,22 @@ def test_cards_of_ended_processes_are_passed_over(folder):
     assert place.read("device") == card()
 
 
+def test_what_ended_processes_left_is_removed(folder):
+    current = ProcessIdentity.current()
+    gone = dataclasses.replace(current, start_time="1")
+    for run in ("old", "alive"):
+        place = Rendezvous(run, "device")
+        place.publish(card(gone if run == "old" else current))
+        os.utime(place.directory, (1, 1))
+    mine = Rendezvous("run", "edge")
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["alive", "run"]
+
+    Rendezvous("run", "device").publish(card(gone))
+    mine.publish(card())
+    mine.leave()
+    assert not folder.exists()
+
+
 def test_a_second_process_of_a_tier_is_refused(folder):
     parent = ProcessIdentity.of(os.getppid())
     place = Rendezvous("run", "device")

@@ -12,10 +12,10 @@ import zmq
 
 from lightning_hiertrain.errors import LinkError, LinkTimeoutError, PeerLostError
 from lightning_hiertrain.topology import Link, Tier, Topology
-from lightning_hiertrain.transport import Network
+from lightning_hiertrain.transport import Collectives, Network
 from lightning_hiertrain.transport.sockets import Channel
 from tests.distributed.launch import free_ports
-from tests.unit.transport.helpers import Proxy, make_topology, plain_client, started
+from tests.unit.transport.helpers import TIERS, Proxy, make_topology, plain_client, started
 
 PAIR = (("device", "edge"),)
 
@@ -43,6 +43,37 @@ def test_a_relay_passes_messages_on_both_ways(tmp_path):
         assert torch.equal(networks["cloud"].receive("device", "x"), tensor)
         assert torch.equal(networks["device"].receive("cloud", "y")[0], tensor)
         assert networks["edge"].stats()["device"]["bytes_relayed"] > 12_000_000
+
+
+def test_a_single_tier_has_nobody_to_wait_for(tmp_path):
+    with Network.local("only", ["only"], run_id="single") as network:
+        network.wait_for_peers(1.0)
+        together = Collectives(network, ["only"])
+        together.barrier()
+        assert together.all_gather(3) == together.gather(3, "only") == [3]
+        assert together.broadcast("x", "only") == "x"
+        assert (together.any(True), together.all(False)) == (True, False)
+        network.flush()
+
+
+def test_collectives_name_every_tier_once(tmp_path):
+    with started(tmp_path, make_topology(tmp_path, PAIR)) as networks:
+        with pytest.raises(ValueError, match="must name every tier once"):
+            Collectives(networks["edge"], ["edge", "edge"])
+        with pytest.raises(ValueError, match="tier 'moon' takes no part"):
+            Collectives(networks["edge"], TIERS[:2]).broadcast(1, "moon")
+
+
+def test_a_failure_of_the_links_ends_the_next_call(tmp_path):
+    with started(tmp_path, make_topology(tmp_path, PAIR)) as networks:
+
+        def fail(now: float) -> None:
+            raise OSError("no more sockets")
+
+        networks["edge"]._engine.protocol.tick = fail
+        with pytest.raises(RuntimeError, match="links of tier 'edge' failed") as caught:
+            networks["edge"].receive("device", "x")
+        assert "no more sockets" in repr(caught.value.__cause__)
 
 
 def test_flush_returns_when_all_has_arrived(tmp_path):
