@@ -119,6 +119,11 @@ class LayerChain:
         """Tells whether anything behind the first `num_layers` layers reads a leaf of the batch."""
         return self.last_leaf_use[leaf] > self.layers[num_layers - 1].last_call
 
+    def takes_batch_statistics(self, num_layers: int) -> bool:
+        """Tells whether the first `num_layers` layers normalise over the batch."""
+        calls = self.calls[: self.layers[num_layers - 1].last_call + 1]
+        return any(call.name in ("batch_norm", "sync_batch_norm") for call in calls)
+
     @property
     def signature(self) -> str:
         """Tells two chains apart: names and sizes of the layers."""

@@ -141,7 +141,7 @@ class Passage(TorchFunctionMode):
         index = self._next
         self._next += 1
         if index in self._taps:
-            result = self._taps[index](result)
+            result = _changeable(self._taps[index](result))
             self._num_rows = self._rows_behind.get(index, self._num_rows)
         return iter(result) if iterated else result
 
@@ -185,6 +185,11 @@ class Passage(TorchFunctionMode):
                 f"divided between tiers along dimension {raw.dim}. {_SAME_PATH}"
             )
         return tensor.narrow(raw.dim, 0, per_sample * wanted)
+
+
+def _changeable(output: Tensor) -> Tensor:
+    """Copies what autograd would not let an in-place call behind the cut change."""
+    return output.clone() if output.is_leaf and output.requires_grad else output
 
 
 _SAME_PATH = (

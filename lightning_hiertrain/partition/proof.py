@@ -57,7 +57,7 @@ def proven(
     """
 
     def hold(depths: Sequence[int]) -> bool:
-        workers = dict.fromkeys(depths, 1)
+        workers = dict.fromkeys(depths, 1 if len(depths) > 1 else 2)
         return all(
             _Check(chain, step, module, batch, split, own, workers).holds() for own in (1, 0)
         )
