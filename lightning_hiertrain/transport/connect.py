@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 
 import zmq
@@ -56,6 +57,7 @@ class Connector:
             key = self.credentials.public_key
             card = Card(public_key=key, port=port, process=ProcessIdentity.current())
             self._rendezvous.publish(card)
+            atexit.register(self.leave)
 
     def meet(self, sockets: Sockets) -> bool:
         """Finds neighbours' keys and dials them; returns whether nothing is left to find."""
@@ -80,6 +82,7 @@ class Connector:
     def leave(self) -> None:
         """Removes what was left for other processes."""
         if self._rendezvous is not None:
+            atexit.unregister(self.leave)
             self._rendezvous.leave()
 
     def describe_missing(self, peer: Peer, sockets: Sockets) -> str:
