@@ -5,11 +5,18 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hiertrain.partition.chain import LayerChain
-from lightning_hiertrain.partition.rows import num_samples, select_rows, split_positions
+from lightning_hiertrain.partition.rows import (
+    batch_leaves,
+    num_samples,
+    select_rows,
+    split_positions,
+    with_leaves,
+)
 from lightning_hiertrain.profiles import LayerProfile, Profile, TierProfile
 from lightning_hiertrain.profiling.layers import LayerProfiler, TierMeasurement
 from lightning_hiertrain.profiling.links import measure_links
@@ -109,6 +116,8 @@ class ProfilingCallback(Callback):
             samples = num_samples(batch)
             positions = split_positions(batch, samples)
             rows = select_rows(batch, positions, slice(0, min(samples, _EXAMPLE_ROWS)))
+            if session.keeps_inputs:
+                rows = with_leaves(rows, [torch.zeros_like(leaf) for leaf in batch_leaves(rows)])
         rows = session.placed(session.collectives.broadcast(rows, session.data_tier))
         self._sandbox = strategy.sandbox()
         self._profiler = LayerProfiler(

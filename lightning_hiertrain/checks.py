@@ -81,6 +81,42 @@ def check_schedule(schedule: Schedule, chain: LayerChain, samples: int) -> None:
         )
 
 
+def check_privacy(schedule: Schedule, data_tier: str, least_depth: int) -> None:
+    """Refuses a schedule by which raw samples leave the data tier.
+
+    Raises:
+        ValueError: If they do.
+    """
+    for tier, share in schedule.shares.items():
+        if tier != data_tier and share.num_samples:
+            raise ValueError(
+                f"the schedule gives tier {tier!r} {share.num_samples} raw samples, which "
+                f"`keep_inputs_on_data_tier=True` forbids; give them all to {data_tier!r}, or "
+                "leave out `schedule` to have one planned"
+            )
+    depth = schedule.shares[data_tier].num_layers if data_tier in schedule.shares else 0
+    if depth < least_depth:
+        raise ValueError(
+            f"by the schedule samples pass {depth} layers on {data_tier!r}, `least_depth` is "
+            f"{least_depth}; cut it deeper"
+        )
+
+
+def check_targets(chain: LayerChain) -> None:
+    """Refuses a model that needs its inputs behind the cuts, where inputs must stay at home.
+
+    Raises:
+        ValueError: If it does.
+    """
+    end = len(chain.calls)
+    for first, last in zip(chain.first_leaf_use, chain.last_leaf_use, strict=True):
+        if first < end <= last:
+            raise ValueError(
+                "the step uses its input again after the model (as its target, say), so that it "
+                "would travel to the owner; `keep_inputs_on_data_tier=True` forbids this"
+            )
+
+
 def check_profile(profile: Profile, chain: LayerChain, model: str) -> None:
     """Refuses a profile of another model.
 

@@ -11,7 +11,12 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_hiertrain.checks import check_profile, check_schedule
+from lightning_hiertrain.checks import (
+    check_privacy,
+    check_profile,
+    check_schedule,
+    check_targets,
+)
 from lightning_hiertrain.partition import LayerChain, trace_step
 from lightning_hiertrain.partition.rows import num_samples
 from lightning_hiertrain.planning import plan
@@ -52,6 +57,8 @@ def open_run(
         sandbox = make_sandbox()
         with sandbox.isolated():
             chain = trace_step(sandbox.training_step, sandbox.module, batch)
+        if settings.keep_inputs_on_data_tier:
+            check_targets(chain)
         return chain, _first_schedule(session, chain, num_samples(batch), settings, profile)
 
     chain, schedule = _decided(session, decide)
@@ -63,9 +70,7 @@ def plan_and_adopt(session: Session, profile: Profile, settings: Settings) -> No
     """Plans on the data tier and puts the schedule in force; all tiers call this together."""
     assert session.mini_batch is not None
     samples = session.mini_batch.schedule.batch_size
-    schedule = _decided(
-        session, lambda: plan(profile, batch_size=samples, policy=settings.policy, overlap=False)
-    )
+    schedule = _decided(session, lambda: _plan(session, profile, samples, settings))
     log.info(
         "schedule by policy %s, predicted step %.4g s\n%s",
         settings.policy,
@@ -84,12 +89,31 @@ def _first_schedule(
 ) -> Schedule:
     if settings.schedule is not None:
         check_schedule(settings.schedule, chain, samples)
+        if settings.keep_inputs_on_data_tier:
+            check_privacy(settings.schedule, settings.data_tier, settings.least_depth)
         return settings.schedule
     if profile is not None:
         check_profile(profile, chain, type(session.module).__name__)
-        return plan(profile, batch_size=samples, policy=settings.policy, overlap=False)
+        session.use_chain(chain)
+        return _plan(session, profile, samples, settings)
     everything = Share(num_layers=len(chain), num_samples=samples)
     return Schedule(owner=session.data_tier, shares={session.data_tier: everything})
+
+
+def _plan(session: Session, profile: Profile, samples: int, settings: Settings) -> Schedule:
+    assert session.chain is not None
+    whole = session.chain.takes_batch_statistics(len(session.chain))
+    return plan(
+        profile,
+        batch_size=samples,
+        policy=settings.policy,
+        overlap=settings.overlap,
+        compression=settings.compression,
+        accuracy_loss_limit=settings.accuracy_loss_limit,
+        keep_inputs_on_data_tier=settings.keep_inputs_on_data_tier,
+        least_depth=settings.least_depth,
+        chunk_counts=(1,) if whole else (1, 4),
+    )
 
 
 def _decided(session: Session, decide: Callable[[], Any]) -> Any:

@@ -35,16 +35,27 @@ class Session:
     Args:
         network: The links of this tier.
         collectives: Operations over them.
-        data_tier: The tier that has the data.
         module: The user's module.
+        data_tier: The tier that has the data.
+        overlap: Whether transfers overlap with computation.
+        keeps_inputs: Whether raw samples stay on the data tier.
     """
 
     def __init__(
-        self, network: Network, collectives: Collectives, data_tier: str, module: LightningModule
+        self,
+        network: Network,
+        collectives: Collectives,
+        module: LightningModule,
+        *,
+        data_tier: str,
+        overlap: bool,
+        keeps_inputs: bool,
     ) -> None:
         self.network = network
         self.collectives = collectives
         self.data_tier = data_tier
+        self.keeps_inputs = keeps_inputs
+        self._overlap = overlap
         self.mirror = Mirror(module)
         self.replicas = Replicas(network, module, data_tier)
         self.chain: LayerChain | None = None
@@ -80,6 +91,11 @@ class Session:
         return self.schedule.owner if self.schedule is not None else self.data_tier
 
     @property
+    def evaluator(self) -> str:
+        """The tier that runs the steps of validation, test and prediction."""
+        return self.data_tier if self.keeps_inputs else self.owner
+
+    @property
     def is_owner(self) -> bool:
         return self.tier == self.owner
 
@@ -95,7 +111,7 @@ class Session:
         """Takes the chain of layers that the data tier has traced."""
         self.chain = chain
         self._owner = Owner(self.network, chain, self.module)
-        self._prefix = PrefixWorker(self.network, chain, self.module)
+        self._prefix = PrefixWorker(self.network, chain, self.module, overlap=self._overlap)
 
     def whole_step_on(self, tier: str, num_samples: int) -> Schedule:
         """Returns the schedule by which one tier does everything."""
@@ -140,16 +156,18 @@ class Session:
         return mini_batch
 
     def begin_evaluation_batch(self, batch: Any, weight: int | None) -> tuple[Any, int | None]:
-        """Brings a batch of validation, test or prediction to the owner.
+        """Brings a batch of validation, test or prediction to the tier that evaluates.
 
         Returns:
-            The batch, on the owner and the data tier, and its size by Lightning's rules.
+            The batch, on that tier and the data tier, and its size by Lightning's rules.
         """
+        self.settle()
+        self.replicas.bring(self.evaluator)
         tag = self._tag("evaluation")
         if self.is_data_tier:
             for tier in self.network.topology.names:
                 if tier != self.tier:
-                    content = batch if tier == self.owner else None
+                    content = batch if tier == self.evaluator else None
                     self.network.send(tier, tag, {"batch": content, "weight": weight}, control=None)
             return batch, weight
         message = self.network.receive(
@@ -184,13 +202,25 @@ class Session:
             )
         if mini_batch.batch is not None:
             self._prefix.forward(mini_batch, step)
-        return self._follow("end its training step")
+        return self._follow("end its training step", self.owner)
 
-    def run_on_owner(self, step: Callable[[], Any], weight: int | None, operation: str) -> Any:
-        """Runs a step or hook on the owner and replays it on the other tiers."""
-        if self.is_owner:
+    def run_on(
+        self, leader: str, step: Callable[[], Any], weight: int | None, operation: str
+    ) -> Any:
+        """Runs a step or hook on one tier and replays it on the others.
+
+        Args:
+            leader: The tier.
+            step: What to run.
+            weight: The batch size by which Lightning weighs what is logged.
+            operation: What the others wait for, in words that follow "to".
+
+        Returns:
+            The result, on all tiers.
+        """
+        if self.tier == leader:
             return self._lead(step, weight)
-        return self._follow(operation)
+        return self._follow(operation, leader)
 
     def run_backward(self, backward: Callable[[Callable[[], None]], Any]) -> Any:
         """Runs this tier's part of the backward pass.
@@ -205,7 +235,9 @@ class Session:
         if self.is_owner:
             return backward(self._end_backward)
         assert self._prefix is not None
-        self._prefix.backward(self.owner)
+        assert self.schedule is not None
+        sends = self.schedule if self._synchronises else None
+        self._prefix.backward(self.owner, sends=sends)
         self._exchange()
         return None
 
@@ -243,7 +275,7 @@ class Session:
                 self.network.receive(self.owner, f"{index}/update", operation="end its update")
             )
             if self.tier in self.schedule.prefix_workers:
-                self._prefix.receive_weights(index, self.owner)
+                self._prefix.expect_weights(index, self.schedule)
         self.replicas.stepped(self.schedule, self.chain)
         self._at_boundary = True
         self._step_seconds.append(time.perf_counter() - self._step_started)
@@ -253,10 +285,16 @@ class Session:
         """Says whether gradients only add up for now, to be exchanged with a later mini-batch."""
         self._synchronises = not accumulates
 
+    def settle(self) -> None:
+        """Waits for weights that are on their way to this tier."""
+        if self._prefix is not None:
+            self._prefix.settle()
+
     # States
 
     def bring_weights_everywhere(self) -> None:
         """Gives all tiers the newest weights and buffers."""
+        self.settle()
         for tier in self.network.topology.names:
             self.replicas.bring(tier)
 
@@ -276,9 +314,9 @@ class Session:
         self._tell(tag, payload)
         return output
 
-    def _follow(self, operation: str) -> Any:
+    def _follow(self, operation: str, leader: str) -> Any:
         tag = self._tag("result")
-        return self.mirror.replay(self.network.receive(self.owner, tag, operation=operation))
+        return self.mirror.replay(self.network.receive(leader, tag, operation=operation))
 
     def _tell(self, tag: str, value: Any) -> None:
         for tier in self.network.topology.names:
@@ -311,6 +349,7 @@ class Session:
 
     def _switch(self, schedule: Schedule, optimizers: list[Optimizer], precision: Any) -> None:
         assert self.chain is not None
+        self.settle()
         old, new = self.replicas.owner, schedule.owner
         self.replicas.bring(new)
         for worker in schedule.prefix_workers:

@@ -25,6 +25,11 @@ class Settings:
     keys_folder: Path | None
     """Where private keys lie unless `private_key` says so: beside the topology file."""
     private_key: str | Path | None
+    overlap: bool
+    compression: bool | tuple[str, ...]
+    accuracy_loss_limit: float
+    keep_inputs_on_data_tier: bool
+    least_depth: int
     profile_steps: int
     profile_seconds: float
     timeout_seconds: float
@@ -44,6 +49,12 @@ class Settings:
             value = getattr(self, name)
             if not value > 0:
                 raise ValueError(f"`{name}` must be above 0, got {value!r}")
+        if self.least_depth < 1:
+            raise ValueError(f"`least_depth` must be at least 1, got {self.least_depth}")
+        if not self.accuracy_loss_limit >= 0:
+            raise ValueError(
+                f"`accuracy_loss_limit` must be at least 0, got {self.accuracy_loss_limit!r}"
+            )
         if self.schedule is not None and self.profile is not None:
             raise ValueError(
                 "`schedule` and `profile` exclude each other: a given schedule is used as it is; "

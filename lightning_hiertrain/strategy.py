@@ -62,6 +62,16 @@ class HierTrainStrategy(TierProcesses):
             holds this. Without it all tiers are processes of this machine.
         private_key: File with this tier's private key; by default `<tier>.key` beside the topology
             file.
+        overlap: Whether transfers overlap with computation: the step is then predicted and carried
+            out in chunks and layer by layer. Without, it is the step of the HierTrain paper.
+        compression: Whether activations and their gradients may be packed with loss on their way,
+            or the codecs to choose from (`"fp16"`, `"int8"`, `"int8+zstd"`). Training is then no
+            longer exact.
+        accuracy_loss_limit: Codecs with a greater measured loss of accuracy are not used.
+        keep_inputs_on_data_tier: Whether raw samples must stay on the data tier, so that only
+            activations and targets travel. Validation, test and prediction then run there too.
+        least_depth: With `keep_inputs_on_data_tier`: how many layers samples pass, at least, before
+            they travel.
         profile_steps: Over how many training steps the measuring is spread; it ends with the first
             epoch at the latest.
         profile_seconds: Time that measuring the layers may take in all on a tier, on top of the
@@ -91,6 +101,11 @@ class HierTrainStrategy(TierProcesses):
         ] = "hiertrain",
         topology: Topology | str | Path | None = None,
         private_key: str | Path | None = None,
+        overlap: bool = True,
+        compression: bool | Sequence[str] = False,
+        accuracy_loss_limit: float = 0.01,
+        keep_inputs_on_data_tier: bool = False,
+        least_depth: int = 1,
         profile_steps: int = 10,
         profile_seconds: float = 15.0,
         timeout_seconds: float = 120.0,
@@ -117,6 +132,11 @@ class HierTrainStrategy(TierProcesses):
             topology=Topology.from_json(topology) if isinstance(topology, str | Path) else topology,
             keys_folder=Path(topology).parent if isinstance(topology, str | Path) else None,
             private_key=private_key,
+            overlap=overlap,
+            compression=compression if isinstance(compression, bool) else tuple(compression),
+            accuracy_loss_limit=accuracy_loss_limit,
+            keep_inputs_on_data_tier=keep_inputs_on_data_tier,
+            least_depth=least_depth,
             profile_steps=profile_steps,
             profile_seconds=profile_seconds,
             timeout_seconds=timeout_seconds,
@@ -193,7 +213,12 @@ class HierTrainStrategy(TierProcesses):
         module, trainer = self.lightning_module, self.lightning_module.trainer
         if self._session is None or self._session.module is not module:
             self._session = Session(
-                self._network, self._collectives, self._settings.data_tier, module
+                self._network,
+                self._collectives,
+                module,
+                data_tier=self._settings.data_tier,
+                overlap=self._settings.overlap,
+                keeps_inputs=self._settings.keep_inputs_on_data_tier,
             )
         self._session.mirror.wrap_hooks(self._run_hook)
         self._remote_data = RemoteData(
@@ -254,7 +279,8 @@ class HierTrainStrategy(TierProcesses):
         content, self._weight = session.begin_evaluation_batch(whole, weight)
         if session.is_data_tier:
             return whole
-        return content if session.is_owner else sized_token(batch, self._weight or 1)
+        is_evaluator = session.tier == session.evaluator
+        return content if is_evaluator else sized_token(batch, self._weight or 1)
 
     def _begin(self, batch: Any) -> None:
         """Finds, before the first step, the chain of layers and the schedule to begin with."""
@@ -312,13 +338,17 @@ class HierTrainStrategy(TierProcesses):
         kwargs: Mapping[str, Any],
     ) -> Any:
         run = functools.partial(step, *args, **kwargs)
-        return self.session.run_on_owner(run, self._weight, f"end a {what} step")
+        session = self.session
+        return session.run_on(session.evaluator, run, self._weight, f"end a {what} step")
 
     def _run_hook(
         self, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         run = functools.partial(original, *args, **kwargs)
-        return self.session.run_on_owner(run, None, f"end the hook `{name}`")
+        session, module = self.session, self.lightning_module
+        evaluates = module is not None and not module.trainer.training
+        leader = session.evaluator if evaluates else session.owner
+        return session.run_on(leader, run, None, f"end the hook `{name}`")
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -368,6 +398,7 @@ class HierTrainStrategy(TierProcesses):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the newest weights on rank 0, nothing elsewhere; all call it together."""
+        self.session.settle()
         self.session.replicas.bring(self._tier_of_rank[0])
         return super().lightning_module_state_dict() if self.is_global_zero else {}
 

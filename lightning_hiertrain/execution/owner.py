@@ -6,14 +6,22 @@ It takes in activations, runs the rest, gathers gradients and returns weights.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_hiertrain.execution.chunks import chunks_of
+from lightning_hiertrain.execution.codecs import decode, encode
 from lightning_hiertrain.execution.feed import MiniBatch
+from lightning_hiertrain.execution.weights import (
+    gradients_tag,
+    layers_with_parameters,
+    weights_tag,
+)
 from lightning_hiertrain.partition.chain import LayerChain
 from lightning_hiertrain.partition.passage import Passage, Tap
 from lightning_hiertrain.partition.rows import batch_leaves
@@ -34,9 +42,8 @@ class Owner:
         self._network = network
         self._chain = chain
         self._parameters = dict(module.named_parameters())
-        self._awaited: dict[str, int] = {}
-        """Prefix workers that still wait for the gradient of their activations, and for which
-        mini-batch."""
+        self._awaited: dict[str, _Awaited] = {}
+        """What prefix workers still wait for, by worker."""
 
     def forward(self, mini_batch: MiniBatch, step: Callable[[Any], Any]) -> Any:
         """Runs the user's step on this tier's rows, joined at each cut by those that arrive there.
@@ -57,7 +64,7 @@ class Owner:
             for depth in sorted({depth for _, depth, _ in cuts}):
                 workers = [name for name, cut, _ in cuts if cut == depth]
                 taps[depth] = functools.partial(
-                    self._join, workers, depth, mini_batch.index, alone=rows == 0
+                    self._join, workers, depth, mini_batch, alone=rows == 0
                 )
                 rows += sum(count for _, cut, count in cuts if cut == depth)
                 behind[depth] = rows
@@ -75,28 +82,51 @@ class Owner:
         return output
 
     def _join(
-        self, workers: list[str], depth: int, index: int, own: Tensor, *, alone: bool
+        self, workers: list[str], depth: int, mini_batch: MiniBatch, own: Tensor, *, alone: bool
     ) -> Tensor:
         parts = [] if alone else [own]
-        for worker in workers:
-            message = self._network.receive(
-                worker,
-                f"{index}/activations",
-                operation=f"receive the activations of layer {depth}",
-            )
-            received = message["activations"].to(own.device)
-            if message["requires_grad"]:
-                received.requires_grad_()
-                received.register_hook(functools.partial(self._return_gradient, worker))
-                self._awaited[worker] = index
-            parts.append(received)
+        parts += [self._received(worker, depth, mini_batch, own.device) for worker in workers]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self._chain[depth - 1].output.dim)
 
+    def _received(
+        self, worker: str, depth: int, mini_batch: MiniBatch, device: torch.device
+    ) -> Tensor:
+        """Takes in the activations of one prefix worker, whose gradient goes back by itself."""
+        chunks = chunks_of(mini_batch, worker, self._chain)
+        messages = [
+            self._network.receive(
+                worker,
+                f"{mini_batch.index}/activations/{number}",
+                operation=f"receive the activations of layer {depth}",
+            )
+            for number in range(len(chunks))
+        ]
+        pieces = [decode(message["activations"]).to(device) for message in messages]
+        shape = self._chain[depth - 1].output
+        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces, shape.dim)
+        if any(message["requires_grad"] for message in messages):
+            sizes = [shape.per_sample * (chunk.stop - chunk.start) for chunk in chunks]
+            awaited = _Awaited(
+                index=mini_batch.index,
+                codec=mini_batch.schedule.codecs.get(worker, "none"),
+                dim=shape.dim,
+                sizes=sizes,
+            )
+            self._awaited[worker] = awaited
+            joined.requires_grad_()
+            joined.register_hook(functools.partial(self._return_gradient, worker))
+        return joined
+
     def _return_gradient(self, worker: str, gradient: Tensor | None) -> None:
-        index = self._awaited.pop(worker, None)
-        if index is not None:
-            message = None if gradient is None else gradient.detach()
-            self._network.send(worker, f"{index}/activation_gradients", message)
+        awaited = self._awaited.pop(worker, None)
+        if awaited is None:
+            return
+        pieces: Sequence[Tensor | None] = [None] * len(awaited.sizes)
+        if gradient is not None:
+            pieces = torch.split(gradient.detach(), awaited.sizes, awaited.dim)
+        for number, piece in enumerate(pieces):
+            packed = None if piece is None else encode(piece, awaited.codec, stochastic=True)
+            self._network.send(worker, f"{awaited.index}/activation_gradients/{number}", packed)
 
     def finish_backward(self) -> None:
         """Releases prefix workers whose activations turned out not to matter for the loss."""
@@ -110,9 +140,11 @@ class Owner:
             index: The last mini-batch that the gradients are of.
             schedule: The schedule in force.
         """
-        for worker in schedule.prefix_workers:
+        for worker, layer in reversed(self._exchanged(schedule)):
             gradients: Mapping[str, Tensor] = self._network.receive(
-                worker, f"{index}/gradients", operation="receive gradients"
+                worker,
+                gradients_tag(index, layer),
+                operation=f"receive the gradients of layer {layer}",
             )
             for name, gradient in gradients.items():
                 parameter = self._parameters[name]
@@ -123,12 +155,31 @@ class Owner:
                     parameter.grad += gradient
 
     def return_weights(self, index: int, schedule: Schedule) -> None:
-        """Sends each prefix worker the new weights of its layers."""
-        for worker in schedule.prefix_workers:
-            names = self._chain.parameters_through(schedule.shares[worker].num_layers)
+        """Sends each prefix worker the new weights of its layers, in the order of their use."""
+        for worker, layer in self._exchanged(schedule):
             weights = {
                 name: self._parameters[name].detach().clone()
-                for name in names
+                for name in self._chain[layer - 1].parameters
                 if self._parameters[name].requires_grad and self._parameters[name].grad is not None
             }
-            self._network.send(worker, f"{index}/weights", weights)
+            self._network.send(worker, weights_tag(index, layer), weights)
+
+    def _exchanged(self, schedule: Schedule) -> list[tuple[str, int]]:
+        """Returns which layers' parameters go between it and which prefix worker, by layer."""
+        pairs = [
+            (worker, layer)
+            for worker in schedule.prefix_workers
+            for layer in layers_with_parameters(self._chain, schedule.shares[worker].num_layers)
+        ]
+        return sorted(pairs, key=lambda pair: pair[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Awaited:
+    """The gradient of a prefix worker's activations, until backward has it."""
+
+    index: int
+    codec: str
+    dim: int
+    sizes: list[int]
+    """Of the chunks in which the worker waits for it, along `dim`."""

@@ -2,93 +2,173 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_hiertrain.execution.chunks import chunks_of
+from lightning_hiertrain.execution.codecs import decode, encode
 from lightning_hiertrain.execution.feed import MiniBatch
+from lightning_hiertrain.execution.weights import (
+    AwaitedWeights,
+    gradients_tag,
+    layers_with_parameters,
+)
 from lightning_hiertrain.partition.chain import LayerChain
 from lightning_hiertrain.partition.passage import CutReached, Passage
-from lightning_hiertrain.partition.rows import batch_leaves
+from lightning_hiertrain.partition.rows import batch_leaves, with_leaves
 from lightning_hiertrain.schedule import Schedule
 from lightning_hiertrain.transport.network import Network
 
 
 class PrefixWorker:
-    """Runs the first layers and leaves the step at its cut.
+    """Runs the first layers, chunk by chunk, and leaves the step at its cut.
 
     Args:
         network: The links of this tier.
         chain: The model's chain of layers.
         module: The user's module.
+        overlap: Whether gradients leave layer by layer during backward and new weights are waited
+            for only where they are used; else both travel in one go.
     """
 
-    def __init__(self, network: Network, chain: LayerChain, module: nn.Module) -> None:
+    def __init__(
+        self, network: Network, chain: LayerChain, module: nn.Module, *, overlap: bool
+    ) -> None:
         self._network = network
         self._chain = chain
+        self._overlap = overlap
         self._parameters = dict(module.named_parameters())
-        self._activations: Tensor | None = None
+        self._weights = AwaitedWeights(network, chain, self._parameters)
+        self._chunks: list[Tensor] = []
+        """Activations whose backward is to come."""
+        self._departed: set[int] = set()
+        """Layers whose gradients have left during this backward."""
         self._index = -1
 
     def forward(self, mini_batch: MiniBatch, step: Callable[[Any], Any]) -> None:
         """Runs the user's step up to the cut and sends the owner what crosses it."""
         tier, schedule = self._network.tier, mini_batch.schedule
-        depth = schedule.shares[tier].num_layers
+        self._index = mini_batch.index
+        codec = schedule.codecs.get(tier, "none")
+        self._chunks.clear()
+        for number, rows in enumerate(chunks_of(mini_batch, tier, self._chain)):
+            activations = self._run(mini_batch.batch, rows, schedule.shares[tier].num_layers, step)
+            self._chunks.append(activations)
+            message = {
+                "activations": encode(activations, codec),
+                "requires_grad": activations.requires_grad,
+            }
+            self._network.send(schedule.owner, f"{mini_batch.index}/activations/{number}", message)
+
+    def _run(self, batch: Any, rows: slice, num_layers: int, step: Callable[[Any], Any]) -> Tensor:
+        leaves = [
+            leaf if shape is None else leaf[rows]
+            for leaf, shape in zip(batch_leaves(batch), self._chain.leaf_shapes, strict=True)
+        ]
         passage = Passage(
-            self._chain,
-            batch_leaves(mini_batch.batch),
-            num_rows=mini_batch.rows[tier].stop - mini_batch.rows[tier].start,
-            taps={depth: _leave},
+            self._chain, leaves, num_rows=rows.stop - rows.start, taps={num_layers: _leave}
         )
         try:
-            with passage:
-                step(mini_batch.batch)
+            with self._weights.arriving() if self._weights else nullcontext(), passage:
+                step(with_leaves(batch, leaves))
         except CutReached as cut:
-            self._activations, self._index = cut.output, mini_batch.index
-        else:
-            passage.check_complete()
-        assert self._activations is not None
-        message = {
-            "activations": self._activations.detach(),
-            "requires_grad": self._activations.requires_grad,
-        }
-        self._network.send(schedule.owner, f"{mini_batch.index}/activations", message)
+            return cut.output
+        passage.check_complete()
+        raise AssertionError("a step passed its cut")
 
-    def backward(self, owner: str) -> None:
-        """Waits for the gradient of the activations and carries it back through the prefix."""
-        activations, self._activations = self._activations, None
-        if activations is None or not activations.requires_grad:
-            return
-        gradient = self._network.receive(
-            owner,
-            f"{self._index}/activation_gradients",
-            operation="receive the gradients of the activations",
-        )
-        if gradient is not None:
-            torch.autograd.backward(activations, gradient.to(activations.device))
+    def backward(self, owner: str, *, sends: Schedule | None) -> None:
+        """Carries the gradient of the activations, as it arrives, back through the prefix.
+
+        Args:
+            owner: The owner.
+            sends: The schedule in force, if the gradients of the parameters are due with this
+                mini-batch; they then leave as soon as they are complete.
+        """
+        chunks = list(enumerate(self._chunks))
+        self._chunks = []
+        for number, activations in chunks:
+            if not activations.requires_grad:
+                continue
+            packed = self._network.receive(
+                owner,
+                f"{self._index}/activation_gradients/{number}",
+                operation="receive the gradients of the activations",
+            )
+            if packed is None:
+                continue
+            gradient = decode(packed).to(activations.device)
+            is_last = number == len(chunks) - 1
+            departs = is_last and self._overlap and sends is not None
+            with self._departing(sends) if departs and sends else nullcontext():
+                torch.autograd.backward(activations, gradient)
 
     def forget(self) -> None:
         """Drops activations whose backward will not come: the owner's step returned no loss."""
-        self._activations = None
+        self._chunks.clear()
 
     def send_gradients(self, index: int, schedule: Schedule) -> None:
-        """Sends the owner the gradients of the prefix and gives them up."""
-        names = self._chain.parameters_through(schedule.shares[self._network.tier].num_layers)
+        """Sends the owner those gradients of the prefix that have not left during backward.
+
+        Args:
+            index: The last mini-batch that they are of.
+            schedule: The schedule in force.
+        """
+        for layer in reversed(self._layers(schedule)):
+            if layer not in self._departed:
+                self._send_layer(layer, index, schedule)
+        self._departed.clear()
+
+    @contextmanager
+    def _departing(self, schedule: Schedule) -> Iterator[None]:
+        """Sends the gradients of a layer as soon as backward has completed them."""
+        handles = []
+        for layer in self._layers(schedule):
+            names = self._chain[layer - 1].parameters
+            trained = {name for name in names if self._parameters[name].requires_grad}
+            for name in trained:
+                complete = functools.partial(self._complete, name, trained, layer, schedule)
+                handles.append(self._parameters[name].register_post_accumulate_grad_hook(complete))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _complete(
+        self, name: str, missing: set[str], layer: int, schedule: Schedule, _: Tensor
+    ) -> None:
+        missing.discard(name)
+        if not missing:
+            self._send_layer(layer, self._index, schedule)
+            self._departed.add(layer)
+
+    def _send_layer(self, layer: int, index: int, schedule: Schedule) -> None:
         gradients = {}
-        for name in names:
+        for name in self._chain[layer - 1].parameters:
             parameter = self._parameters[name]
             if parameter.grad is not None:
                 gradients[name], parameter.grad = parameter.grad.detach(), None
-        self._network.send(schedule.owner, f"{index}/gradients", gradients)
+        self._network.send(schedule.owner, gradients_tag(index, layer), gradients)
 
-    def receive_weights(self, index: int, owner: str) -> None:
-        """Waits for the new weights of the prefix."""
-        weights = self._network.receive(owner, f"{index}/weights", operation="receive new weights")
-        with torch.no_grad():
-            for name, weight in weights.items():
-                self._parameters[name].copy_(weight)
+    def _layers(self, schedule: Schedule) -> list[int]:
+        depth = schedule.shares[self._network.tier].num_layers
+        return layers_with_parameters(self._chain, depth)
+
+    def expect_weights(self, index: int, schedule: Schedule) -> None:
+        """Notes that the new weights of the prefix are on their way; waits unless overlapping."""
+        depth = schedule.shares[self._network.tier].num_layers
+        self._weights.expect(index, schedule.owner, depth)
+        if not self._overlap:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for weights that are on their way."""
+        self._weights.settle()
 
 
 def _leave(output: Tensor) -> Tensor:

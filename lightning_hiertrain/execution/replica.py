@@ -33,6 +33,8 @@ class Replicas:
         self._network = network
         self._module = module
         self._stale: dict[str, set[str]] = {name: set() for name in network.topology.names}
+        self._with_buffers = set(network.topology.names)
+        """Tiers that have the newest buffers."""
         self._transfers = 0
         self.owner = owner
 
@@ -40,6 +42,7 @@ class Replicas:
         """Notes an update: the owner has new weights, the prefix workers have theirs back."""
         trainable = {name for name, p in self._module.named_parameters() if p.requires_grad}
         self.owner = schedule.owner
+        self._with_buffers = {schedule.owner}
         for tier, stale in self._stale.items():
             if tier in schedule.prefix_workers:
                 stale |= trainable.difference(
@@ -55,11 +58,12 @@ class Replicas:
             target: The tier.
             names: The parameters that it needs; `None` for all of them and the buffers.
         """
-        self._transfers += 1
-        if target == self.owner:
-            return
         missing = self._stale[target]
         wanted = missing if names is None else missing.intersection(names)
+        has_all = not wanted and (names is not None or target in self._with_buffers)
+        if target == self.owner or has_all:
+            return
+        self._transfers += 1
         tag = f"weights/{self._transfers}"
         if self._network.tier == self.owner:
             state = self._tensors(parameters=wanted, buffers=names is None)
@@ -71,6 +75,8 @@ class Replicas:
                 for name, value in received.items():
                     state[name].copy_(value)
         self._stale[target] = missing - set(wanted)
+        if names is None:
+            self._with_buffers.add(target)
 
     def move(self, value: Any, source: str, target: str) -> Any:
         """Moves a state from one tier to another; all tiers call this together.
@@ -92,6 +98,7 @@ class Replicas:
         """Notes that all tiers have the same weights, for example those of a checkpoint."""
         for stale in self._stale.values():
             stale.clear()
+        self._with_buffers = set(self._stale)
 
     def equalise(self, source: str, collectives: Collectives) -> None:
         """Gives all tiers one tier's weights and buffers; all tiers call this together.

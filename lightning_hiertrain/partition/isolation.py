@@ -15,7 +15,7 @@ from torch import nn
 def same_chance() -> Iterator[None]:
     """Restores the state of all random number generators (Python, NumPy, torch) at the end."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    in_use = torch.cuda.is_initialized()
     cuda = torch.cuda.get_rng_state_all() if in_use else []
     try:
         yield

@@ -216,7 +216,7 @@ class _Check:
                 root = next((value for value in values if value.requires_grad), None)
                 if root is not None:
                     # Through `backward`, which checkpointed segments need.
-                    _weighted_sum(root).backward()  # type: ignore[no-untyped-call]
+                    _weighted_sum(root).backward()
                 values = [value.detach().clone() for value in values]
             return _Outcome(values, [p.grad for p in parameters])
         finally:

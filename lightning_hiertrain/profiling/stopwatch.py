@@ -78,7 +78,7 @@ def time_step(
         if output.requires_grad:
             # The hook belongs to the value as it is now, whatever changes it in place later.
             needs_gradient[layer] = True
-            output.register_hook(partial(note_gradient, layer))  # type: ignore[no-untyped-call]
+            output.register_hook(partial(note_gradient, layer))
         return output
 
     passage = Passage(
@@ -98,7 +98,7 @@ def time_step(
             middle = now()
             loss = next((x for x in tensors_in(result) if x.requires_grad), None)
             if loss is not None:
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             end = now()
     finally:
         if collecting:
