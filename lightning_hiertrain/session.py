@@ -17,8 +17,9 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
-from lightning_hiertrain.execution import Feed, MiniBatch, Owner, PrefixWorker, Replicas
+from lightning_hiertrain.execution import DealtBatch, Feed, MiniBatch, Owner, PrefixWorker, Replicas
 from lightning_hiertrain.mirror import Mirror
+from lightning_hiertrain.mirrored_calls import MirroredCalls
 from lightning_hiertrain.partition.chain import LayerChain
 from lightning_hiertrain.schedule import Schedule, Share
 from lightning_hiertrain.transport.collectives import Collectives
@@ -57,20 +58,19 @@ class Session:
         self.keeps_inputs = keeps_inputs
         self._overlap = overlap
         self.mirror = Mirror(module)
+        self.calls = MirroredCalls(network, self.mirror)
         self.replicas = Replicas(network, module, data_tier)
         self.chain: LayerChain | None = None
         self.schedule: Schedule | None = None
         self.mini_batch: MiniBatch | None = None
-        self.is_user_code_alone = False
-        """Whether code of the user's runs that the other tiers do not run: collectives are then
-        local."""
         self.module = module
         self._feed = Feed(network, data_tier)
         self._owner: Owner | None = None
         self._prefix: PrefixWorker | None = None
         self._pending: Schedule | None = None
         self._batches = 0
-        self._messages = 0
+        self._ahead: MiniBatch | None = None
+        """The next mini-batch, whose samples have left already."""
         self._synchronises = True
         self._exchanged = False
         self._at_boundary = True
@@ -125,15 +125,20 @@ class Session:
         self._pending = schedule
 
     def begin_training_batch(
-        self, batch: Any, weight: int | None, optimizers: list[Optimizer], precision: Any
+        self,
+        batch: DealtBatch | None,
+        next_batch: Callable[[], DealtBatch | None],
+        optimizers: list[Optimizer],
+        precision: Any,
     ) -> MiniBatch:
         """Deals out or receives a mini-batch.
 
-        Between two optimizer steps it switches to a new schedule first.
+        Between two optimizer steps it switches to a new schedule first. With overlap the samples of
+        the next mini-batch leave at once, to travel during this step.
 
         Args:
-            batch: On the data tier the whole mini-batch, elsewhere ignored.
-            weight: Lightning's idea of its size, on the data tier.
+            batch: On the data tier the whole mini-batch, elsewhere `None`.
+            next_batch: Returns the one after it, on the data tier, if that is known.
             optimizers: The run's optimizers, whose state moves if the owner changes.
             precision: The precision plugin, whose state moves likewise.
         """
@@ -146,14 +151,29 @@ class Session:
         self._at_boundary = False
         self._exchanged = False
         assert self.schedule is not None
-        self._batches += 1
+        tag = self.calls.tag("mini-batch")
         if self.is_data_tier:
-            mini_batch = self._feed.deal(batch, self._batches, self.schedule, self.chain, weight)
+            assert batch is not None
+            mini_batch, self._ahead = self._ahead, None
+            if not batch.was_dealt or mini_batch is None or mini_batch.schedule != self.schedule:
+                mini_batch = self._deal(batch)
+            self.calls.tell(tag, mini_batch.index)
+            following = next_batch() if self._overlap else None
+            if following is not None:
+                self._ahead = self._deal(following)
         else:
-            mini_batch = self._feed.receive(self._batches, self.schedule, self.chain)
+            operation = "receive the number of a mini-batch"
+            index = self.network.receive(self.data_tier, tag, operation=operation)
+            mini_batch = self._feed.receive(index, self.schedule, self.chain)
             mini_batch = replace(mini_batch, batch=self.placed(mini_batch.batch))
         self.mini_batch = mini_batch
         return mini_batch
+
+    def _deal(self, batch: DealtBatch) -> MiniBatch:
+        assert self.schedule is not None
+        assert self.chain is not None
+        self._batches += 1
+        return self._feed.deal(batch, self._batches, self.schedule, self.chain)
 
     def begin_evaluation_batch(self, batch: Any, weight: int | None) -> tuple[Any, int | None]:
         """Brings a batch of validation, test or prediction to the tier that evaluates.
@@ -163,7 +183,7 @@ class Session:
         """
         self.settle()
         self.replicas.bring(self.evaluator)
-        tag = self._tag("evaluation")
+        tag = self.calls.tag("evaluation")
         if self.is_data_tier:
             for tier in self.network.topology.names:
                 if tier != self.tier:
@@ -197,30 +217,12 @@ class Session:
         if self.is_owner:
             owner = self._owner
             own = mini_batch.owner_rows
-            return self._lead(
+            return self.calls.lead(
                 lambda: owner.forward(mini_batch, step), mini_batch.weight, own_samples=own
             )
         if mini_batch.batch is not None:
             self._prefix.forward(mini_batch, step)
-        return self._follow("end its training step", self.owner)
-
-    def run_on(
-        self, leader: str, step: Callable[[], Any], weight: int | None, operation: str
-    ) -> Any:
-        """Runs a step or hook on one tier and replays it on the others.
-
-        Args:
-            leader: The tier.
-            step: What to run.
-            weight: The batch size by which Lightning weighs what is logged.
-            operation: What the others wait for, in words that follow "to".
-
-        Returns:
-            The result, on all tiers.
-        """
-        if self.tier == leader:
-            return self._lead(step, weight)
-        return self._follow(operation, leader)
+        return self.calls.follow("end its training step", self.owner)
 
     def run_backward(self, backward: Callable[[Callable[[], None]], Any]) -> Any:
         """Runs this tier's part of the backward pass.
@@ -266,7 +268,7 @@ class Session:
             with self.mirror.record(self.mini_batch.weight, surrounding=True) as recording:
                 result = step(whole_closure)
                 payload = recording.payload()
-            self._tell(f"{index}/update", payload)
+            self.calls.tell(f"{index}/update", payload)
             self._owner.return_weights(index, self.schedule)
         else:
             result = whole_closure()
@@ -299,33 +301,6 @@ class Session:
             self.replicas.bring(tier)
 
     # Inside
-
-    def _lead(
-        self, step: Callable[[], Any], weight: int | None, *, own_samples: int | None = None
-    ) -> Any:
-        tag = self._tag("result")
-        alone, self.is_user_code_alone = self.is_user_code_alone, True
-        try:
-            with self.mirror.record(weight, own_samples) as recording:
-                output = step()
-                payload = recording.payload(output)
-        finally:
-            self.is_user_code_alone = alone
-        self._tell(tag, payload)
-        return output
-
-    def _follow(self, operation: str, leader: str) -> Any:
-        tag = self._tag("result")
-        return self.mirror.replay(self.network.receive(leader, tag, operation=operation))
-
-    def _tell(self, tag: str, value: Any) -> None:
-        for tier in self.network.topology.names:
-            if tier != self.tier:
-                self.network.send(tier, tag, value, control=None)
-
-    def _tag(self, what: str) -> str:
-        self._messages += 1
-        return f"{what}/{self._messages}"
 
     def _end_backward(self) -> None:
         assert self._owner is not None

@@ -9,7 +9,6 @@ import functools
 import logging
 import os
 import traceback
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,18 +16,17 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_hiertrain.callbacks import ProfilingCallback
 from lightning_hiertrain.checks import check_module, check_trainer
+from lightning_hiertrain.lookahead import LookAhead, batch_size
 from lightning_hiertrain.meeting import connect
 from lightning_hiertrain.opening import open_run, plan_and_adopt
 from lightning_hiertrain.profiles import Profile
@@ -147,6 +145,7 @@ class HierTrainStrategy(TierProcesses):
         self._profiling = ProfilingCallback(num_steps=profile_steps, seconds=profile_seconds)
         self._network: Network | None = None
         self._remote_data: RemoteData | None = None
+        self._lookahead: LookAhead | None = None
         self._weight: int | None = None
 
     # What is in force
@@ -229,6 +228,7 @@ class HierTrainStrategy(TierProcesses):
             collectives=self._collectives,
         )
         self._remote_data.install()
+        self._lookahead = LookAhead(trainer, module)
         if trainer.state.fn == TrainerFn.FITTING and self._settings.measures and not self._profile:
             self._profiling.attach(trainer)
 
@@ -257,34 +257,42 @@ class HierTrainStrategy(TierProcesses):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         """Moves a batch to this tier's accelerator, and its rows to the other tiers."""
-        session = self.session
+        session, module = self.session, self.lightning_module
+        assert module is not None
         move = functools.partial(
             super().batch_to_device, device=device, dataloader_idx=dataloader_idx
         )
-        whole = move(batch) if session.is_data_tier else None
-        weight = _batch_size(whole) if session.is_data_tier else None
-        module = self.lightning_module
-        assert module is not None
-        if module.trainer.training:
-            if session.chain is None:
-                self._begin(whole)
-            mini_batch = session.begin_training_batch(
-                whole, weight, self.optimizers, self.precision_plugin
+        if not module.trainer.training:
+            return self._begin_evaluation(batch, move)
+        lookahead = self._lookahead
+        assert lookahead is not None
+        whole = lookahead.take(batch, move) if session.is_data_tier else None
+        if session.chain is None:
+            open_run(
+                session,
+                self.sandbox,
+                None if whole is None else whole.content,
+                self._settings,
+                self._profile,
             )
-            if session.is_data_tier:
-                return whole
-            if session.is_owner:
-                return mini_batch.batch
-            return sized_token(batch, mini_batch.weight or mini_batch.num_samples)
+        mini_batch = session.begin_training_batch(
+            whole, lambda: lookahead.following(move), self.optimizers, self.precision_plugin
+        )
+        if whole is not None:
+            return whole.content
+        if session.is_owner:
+            return mini_batch.batch
+        return sized_token(batch, mini_batch.weight or mini_batch.num_samples)
+
+    def _begin_evaluation(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+        session = self.session
+        whole = move(batch) if session.is_data_tier else None
+        weight = batch_size(whole) if session.is_data_tier else None
         content, self._weight = session.begin_evaluation_batch(whole, weight)
         if session.is_data_tier:
             return whole
         is_evaluator = session.tier == session.evaluator
         return content if is_evaluator else sized_token(batch, self._weight or 1)
-
-    def _begin(self, batch: Any) -> None:
-        """Finds, before the first step, the chain of layers and the schedule to begin with."""
-        open_run(self.session, self.sandbox, batch, self._settings, self._profile)
 
     def sandbox(self) -> Sandbox:
         """Returns a copy of the module to trace and measure."""
@@ -339,7 +347,7 @@ class HierTrainStrategy(TierProcesses):
     ) -> Any:
         run = functools.partial(step, *args, **kwargs)
         session = self.session
-        return session.run_on(session.evaluator, run, self._weight, f"end a {what} step")
+        return session.calls.run_on(session.evaluator, run, self._weight, f"end a {what} step")
 
     def _run_hook(
         self, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -348,7 +356,7 @@ class HierTrainStrategy(TierProcesses):
         session, module = self.session, self.lightning_module
         evaluates = module is not None and not module.trainer.training
         leader = session.evaluator if evaluates else session.owner
-        return session.run_on(leader, run, None, f"end the hook `{name}`")
+        return session.calls.run_on(leader, run, None, f"end the hook `{name}`")
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -446,13 +454,3 @@ class HierTrainStrategy(TierProcesses):
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Makes `Trainer(strategy="hiertrain")` work."""
         strategy_registry.register("hiertrain", cls, description=cls.__name__, override=True)
-
-
-def _batch_size(batch: Any) -> int | None:
-    """Returns the batch size that Lightning infers, `None` if it finds none."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return int(extract_batch_size(batch))
-        except (MisconfigurationException, RecursionError):
-            return None

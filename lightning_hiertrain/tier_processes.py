@@ -84,7 +84,7 @@ class TierProcesses(ParallelStrategy):
 
     @property
     def _is_local(self) -> bool:
-        if self._collectives is None or self._session is None or self._session.is_user_code_alone:
+        if self._session is None or self._session.calls.is_user_code_alone:
             return True
         module = self.lightning_module
         return module is not None and module._trainer is not None and module.trainer.interrupted

@@ -12,9 +12,9 @@ optimizer |
 ```
 """
 
-from lightning_hiertrain.execution.feed import Feed, MiniBatch
+from lightning_hiertrain.execution.feed import DealtBatch, Feed, MiniBatch
 from lightning_hiertrain.execution.owner import Owner
 from lightning_hiertrain.execution.prefix import PrefixWorker
 from lightning_hiertrain.execution.replica import Replicas
 
-__all__ = ["Feed", "MiniBatch", "Owner", "PrefixWorker", "Replicas"]
+__all__ = ["DealtBatch", "Feed", "MiniBatch", "Owner", "PrefixWorker", "Replicas"]

@@ -20,7 +20,7 @@ class MiniBatch:
     """One mini-batch as one tier knows it."""
 
     index: int
-    """Counts the mini-batches of the run; the same on every tier."""
+    """A number that no other mini-batch of the run has; the same on every tier."""
     schedule: Schedule
     num_samples: int
     """Rows of the whole mini-batch."""
@@ -46,6 +46,17 @@ class MiniBatch:
         return _length(self.rows[self.schedule.owner])
 
 
+@dataclass(frozen=True, kw_only=True)
+class DealtBatch:
+    """A whole mini-batch on the data tier."""
+
+    content: Any
+    weight: int | None
+    """Its size by Lightning's rules, by which epoch means are weighed."""
+    was_dealt: bool = False
+    """Whether it is the one that the step before knew as the next."""
+
+
 class Feed:
     """Deals mini-batches on the data tier and receives them on the others.
 
@@ -59,20 +70,20 @@ class Feed:
         self._data_tier = data_tier
 
     def deal(
-        self, batch: Any, index: int, schedule: Schedule, chain: LayerChain, weight: int | None
+        self, dealt: DealtBatch, index: int, schedule: Schedule, chain: LayerChain
     ) -> MiniBatch:
         """Sends every other tier its rows.
 
         Args:
-            batch: The whole mini-batch.
-            index: Its number in the run.
+            dealt: The whole mini-batch.
+            index: A number that no other mini-batch of the run has.
             schedule: The schedule in force.
             chain: The model's chain of layers.
-            weight: Lightning's idea of the batch size.
 
         Returns:
             The mini-batch as this tier's step sees it.
         """
+        batch, weight = dealt.content, dealt.weight
         samples = num_samples(batch)
         rows = schedule.rows(samples)
         leaves = batch_leaves(batch)
