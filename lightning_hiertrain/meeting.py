@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 
@@ -78,6 +79,8 @@ def connect(
     except BaseException:
         network.close()
         raise
+    # The links outlast a stage; at the end of the process what is still queued must arrive.
+    atexit.register(network.close)
     ranks = [answer[0] for answer in answers]
     if sorted(ranks) != list(range(len(tiers))):
         raise MisconfigurationException(

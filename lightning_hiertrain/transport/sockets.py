@@ -19,6 +19,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 import zmq
+
+# Its exit handler ends all sending without copies; imported here, it runs after those registered
+# later, which may close a network in order.
+import zmq.utils.garbage
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
