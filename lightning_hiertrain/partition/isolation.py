@@ -28,6 +28,23 @@ def same_chance() -> Iterator[None]:
 
 
 @contextmanager
+def in_double(module: nn.Module) -> Iterator[None]:
+    """Puts float64 values into the module's float32 parameters and buffers, until the end."""
+    tensors = [*module.parameters(), *module.buffers()]
+    kept = [(x, x.data, x.grad) for x in tensors if x.dtype is torch.float32]
+    try:
+        for tensor, data, _ in kept:
+            tensor.grad = None
+            tensor.data = data.double()
+        yield
+    finally:
+        for tensor, data, gradient in kept:
+            tensor.grad = None
+            tensor.data = data
+            tensor.grad = gradient
+
+
+@contextmanager
 def same_buffers(module: nn.Module) -> Iterator[None]:
     """Restores the values of the module's buffers at the end."""
     with torch.no_grad():

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from lightning_hiertrain.errors import TraceError
 from lightning_hiertrain.partition.calls import tensors_in
-from lightning_hiertrain.partition.chain import LayerChain
+from lightning_hiertrain.partition.chain import LayerChain, RowShape
 from lightning_hiertrain.partition.chance import call_without_chance
-from lightning_hiertrain.partition.isolation import same_buffers
+from lightning_hiertrain.partition.isolation import in_double, same_buffers
 from lightning_hiertrain.partition.passage import CutReached, Passage, Tap
 from lightning_hiertrain.partition.rows import batch_leaves, repeat_rows, with_leaves
 from lightning_hiertrain.partition.views import filled, owner_leaves, prefix_leaves
@@ -31,8 +31,13 @@ log = logging.getLogger(__name__)
 
 _TOLERANCE = 1e-3
 """Relative; float32 rounding of a deep model stays below, a wrong row does not."""
-_NOISE = 1e-6
-"""Relative to the largest gradient: one that is 0 but for rounding (an attention key's bias)."""
+_DOUBLE_TOLERANCE = 1e-6
+"""The same in float64."""
+_NOISE = 1e-3
+"""Relative to the tolerance on the largest gradient: what a gradient that is 0 but for rounding (of
+an attention key's bias) may differ by."""
+_LARGE = 1 << 16
+"""Entries above which gradients are compared by weighted sums."""
 _LEVELS = {1: 0.9, 0: 0.1}
 """What random numbers become, by the owner's own rows."""
 
@@ -41,7 +46,7 @@ Step = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a step returned, and the gradients of its first tensor that has one."""
+    """What a step returned, and digests of the gradients of its first tensor that has one."""
 
     values: list[Tensor]
     gradients: list[Tensor | None]
@@ -125,15 +130,25 @@ class _Check:
         total = self.own + sum(self.workers.values())
         rows = _distinct(repeat_rows(self.batch, self.split, total), self.split)
         try:
-            whole = self._outcome(lambda: self._whole(_fresh(rows)))
-            divided = self._outcome(lambda: self._divided(_fresh(rows), total))
+            if self._agree(rows, total, _TOLERANCE):
+                return True
+            # Rounding may turn a maximum or the sign of an activation over, and then a gradient
+            # jumps. Not in float64, if the model can be run in it.
+            with in_double(self.module):
+                rows = with_leaves(rows, [_double(leaf) for leaf in batch_leaves(rows)])
+                check = replace(self, chain=_in_double(self.chain))
+                return check._agree(rows, total, _DOUBLE_TOLERANCE)
         except Exception as error:
             log.debug("cuts after layers %s: %s", list(self.workers), error)
             return False
+
+    def _agree(self, rows: Any, total: int, tolerance: float) -> bool:
+        whole = self._outcome(lambda: self._whole(_fresh(rows)))
+        divided = self._outcome(lambda: self._divided(_fresh(rows), total))
         sizes = [_size(x) for x in whole.gradients if x is not None]
-        noise = _NOISE * max(sizes, default=0.0)
-        return _same(whole.values, divided.values, 0.0) and _same(
-            whole.gradients, divided.gradients, noise
+        noise = tolerance * _NOISE * max(sizes, default=0.0)
+        return _same(whole.values, divided.values, tolerance, 0.0) and _same(
+            whole.gradients, divided.gradients, tolerance, noise
         )
 
     @property
@@ -208,8 +223,20 @@ class _Check:
     def _outcome(self, run: Callable[[], Any]) -> _Outcome:
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         kept = [p.grad for p in parameters]
-        for parameter in parameters:
+        gradients: list[Tensor | None] = [None] * len(parameters)
+
+        def digest(index: int, parameter: Tensor) -> None:
+            # One gradient at a time: the data tier may be short of memory.
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            known, added = gradients[index], _digest(gradient)
+            gradients[index] = added if known is None else known + added
+
+        handles = []
+        for index, parameter in enumerate(parameters):
             parameter.grad = None
+            hook = functools.partial(digest, index)
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))
         try:
             with same_buffers(self.module), torch.enable_grad():
                 values = list(tensors_in(run()))
@@ -217,19 +244,33 @@ class _Check:
                 if root is not None:
                     # Through `backward`, which checkpointed segments need.
                     _weighted_sum(root).backward()
-                values = [value.detach().clone() for value in values]
-            return _Outcome(values, [p.grad for p in parameters])
+                return _Outcome([value.detach().clone() for value in values], gradients)
         finally:
+            for handle in handles:
+                handle.remove()
             for parameter, gradient in zip(parameters, kept, strict=True):
                 parameter.grad = gradient
+
+
+def _digest(gradient: Tensor) -> Tensor:
+    """Boils a large matrix down to weighted sums along both sides; linear in the gradient."""
+    if gradient.dim() < 2 or gradient.numel() <= _LARGE or gradient.layout is not torch.strided:
+        return gradient.to_dense().flatten().clone()
+    matrix = gradient.flatten(1)
+    return torch.cat((matrix @ _weights(matrix[0]), _weights(matrix[:, 0]) @ matrix))
+
+
+def _weights(like: Tensor) -> Tensor:
+    numbers = torch.arange(1, like.numel() + 1, device=like.device, dtype=torch.float64)
+    return numbers.cos().to(like.dtype)
 
 
 def _weighted_sum(value: Tensor) -> Tensor:
     """Sums with different weights: the sum of a softmax would have no gradient."""
     if value.numel() == 1:
         return value.reshape(())
-    weights = torch.arange(1, value.numel() + 1, device=value.device, dtype=torch.float64).cos()
-    return (value.flatten() * weights.to(value.dtype)).sum().abs()
+    flat = value.flatten()
+    return (flat * _weights(flat)).sum().abs()
 
 
 def _joiner(received: Tensor, dim: int, *, first: bool) -> Tap:
@@ -256,13 +297,18 @@ def _distinct(rows: Any, split: Sequence[int]) -> Any:
     return with_leaves(rows, leaves)
 
 
-def _same(whole: Sequence[Tensor | None], divided: Sequence[Tensor | None], noise: float) -> bool:
+def _same(
+    whole: Sequence[Tensor | None],
+    divided: Sequence[Tensor | None],
+    tolerance: float,
+    noise: float,
+) -> bool:
     return len(whole) == len(divided) and all(
-        _close(x, y, noise) for x, y in zip(whole, divided, strict=True)
+        _close(x, y, tolerance, noise) for x, y in zip(whole, divided, strict=True)
     )
 
 
-def _close(x: Tensor | None, y: Tensor | None, noise: float) -> bool:
+def _close(x: Tensor | None, y: Tensor | None, tolerance: float, noise: float) -> bool:
     if x is None or y is None:
         other = y if x is None else x
         return other is None or not bool(torch.any(other))
@@ -273,7 +319,27 @@ def _close(x: Tensor | None, y: Tensor | None, noise: float) -> bool:
     if not x.numel():
         return True
     scale = max(_size(x), _size(y))
-    return _size(x - y) <= _TOLERANCE * scale + noise
+    return _size(x - y) <= tolerance * scale + noise
+
+
+def _double(leaf: Tensor) -> Tensor:
+    return leaf.double() if leaf.dtype is torch.float32 else leaf
+
+
+def _in_double(chain: LayerChain) -> LayerChain:
+    def shape(known: RowShape | None) -> RowShape | None:
+        if known is None or known.dtype != "float32":
+            return known
+        return replace(known, dtype="float64")
+
+    return replace(
+        chain,
+        calls=tuple(
+            replace(call, outputs=tuple(shape(output) for output in call.outputs))
+            for call in chain.calls
+        ),
+        leaf_shapes=tuple(shape(known) for known in chain.leaf_shapes),
+    )
 
 
 def _is_number(x: Tensor) -> bool:
