@@ -29,6 +29,7 @@ class LinkError(HierTrainError):
         peer: The tier at the other end.
         operation: What was being done, for example `"receive activations"`.
         timeout_seconds: How long was waited, if a wait ended it.
+        reason: What happened to the peer, as far as is known; the message if nothing more is.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class LinkError(HierTrainError):
         peer: str,
         operation: str,
         timeout_seconds: float | None = None,
+        reason: str | None = None,
     ) -> None:
         super().__init__(message)
         self.tier = tier
         self.peer = peer
         self.operation = operation
         self.timeout_seconds = timeout_seconds
+        self.reason = message if reason is None else reason
 
 
 class LinkTimeoutError(LinkError, TimeoutError):

@@ -17,6 +17,7 @@ from lightning_hiertrain.checks import (
     check_schedule,
     check_targets,
 )
+from lightning_hiertrain.errors import LinkError
 from lightning_hiertrain.partition import LayerChain, trace_step
 from lightning_hiertrain.partition.rows import num_samples
 from lightning_hiertrain.planning import plan
@@ -125,7 +126,12 @@ def _decided(session: Session, decide: Callable[[], Any]) -> Any:
         except ValueError as error:
             log.debug("refused", exc_info=True)
             answer = {"error": str(error)}
-    answer = session.collectives.broadcast(answer, session.data_tier)
+    try:
+        answer = session.collectives.broadcast(answer, session.data_tier)
+    except LinkError:
+        if "error" not in answer:
+            raise
+        # The others were quicker to end with it.
     if "error" in answer:
         raise MisconfigurationException(answer["error"])
     return answer["value"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +25,9 @@ from torch.optim import Optimizer
 
 from lightning_hiertrain.callbacks import ProfilingCallback
 from lightning_hiertrain.checks import check_module, check_trainer
+from lightning_hiertrain.launching import Launcher
 from lightning_hiertrain.lookahead import LookAhead, batch_size
-from lightning_hiertrain.meeting import connect
+from lightning_hiertrain.meeting import meet, open_links, tell
 from lightning_hiertrain.opening import open_run, plan_and_adopt
 from lightning_hiertrain.profiles import Profile
 from lightning_hiertrain.remote_data import RemoteData, sized_token
@@ -38,7 +38,6 @@ from lightning_hiertrain.settings import Settings
 from lightning_hiertrain.tier_processes import TierProcesses
 from lightning_hiertrain.topology import Topology
 from lightning_hiertrain.transport.collectives import Collectives
-from lightning_hiertrain.transport.network import Network
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +142,6 @@ class HierTrainStrategy(TierProcesses):
         self._tiers = self._tier_of_rank = self._settings.tiers
         self._profile = self._settings.profile
         self._profiling = ProfilingCallback(num_steps=profile_steps, seconds=profile_seconds)
-        self._network: Network | None = None
         self._remote_data: RemoteData | None = None
         self._lookahead: LookAhead | None = None
         self._weight: int | None = None
@@ -200,14 +198,9 @@ class HierTrainStrategy(TierProcesses):
         self.set_world_ranks()
         self._check_world_size(self.world_size)
         check_trainer(self.lightning_module.trainer)
-        if self._network is None:
-            self._network, self._tier_of_rank = connect(
-                self._settings,
-                rank=self.global_rank,
-                is_one_machine=self.num_nodes == 1,
-                main_port=self.cluster_environment.main_port,
-            )
-            self._collectives = Collectives(self._network, self._tiers)
+        if self._network is None or not self._network.is_usable:
+            self._connect(self.cluster_environment)
+        assert self._network is not None
         assert self._collectives is not None
         module, trainer = self.lightning_module, self.lightning_module.trainer
         if self._session is None or self._session.module is not module:
@@ -231,6 +224,20 @@ class HierTrainStrategy(TierProcesses):
         self._lookahead = LookAhead(trainer, module)
         if trainer.state.fn == TrainerFn.FITTING and self._settings.measures and not self._profile:
             self._profiling.attach(trainer)
+
+    def _connect(self, environment: ClusterEnvironment) -> None:
+        """Opens the links and meets the other tiers; after a failed or another run, anew."""
+        self._session = self._collectives = None
+        self._network = open_links(
+            self._settings,
+            rank=self.global_rank,
+            is_one_machine=self.num_nodes == 1,
+            main_port=environment.main_port,
+        )
+        if self._failed_process is not None:
+            self._note_failed_process(*self._failed_process)
+        self._tier_of_rank = meet(self._network, self._settings, self.global_rank)
+        self._collectives = Collectives(self._network, self._tiers)
 
     def setup(self, trainer: Trainer) -> None:
         """Refuses what cannot work and gives all tiers the same weights."""
@@ -407,7 +414,8 @@ class HierTrainStrategy(TierProcesses):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the newest weights on rank 0, nothing elsewhere; all call it together."""
         self.session.settle()
-        self.session.replicas.bring(self._tier_of_rank[0])
+        if not self._is_interrupted:
+            self.session.replicas.bring(self._tier_of_rank[0])
         return super().lightning_module_state_dict() if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -415,7 +423,24 @@ class HierTrainStrategy(TierProcesses):
         session, rank_zero = self.session, self._tier_of_rank[0]
         owner = session.replicas.owner
         state = super().optimizer_state(optimizer) if session.tier == owner else None
+        if self._is_interrupted:
+            return state or {}
         return session.replicas.move(state, owner, rank_zero) or {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Writes a checkpoint on rank 0; upon an error only if this tier has the newest weights."""
+        owner = self.session.replicas.owner
+        if self._is_interrupted and self.is_global_zero and owner != self.tier:
+            log.warning(
+                "no checkpoint is written to %s: the newest weights are on tier %s, which an error "
+                "has cut off; use the last regular checkpoint",
+                filepath,
+                owner,
+            )
+            return
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
@@ -432,14 +457,16 @@ class HierTrainStrategy(TierProcesses):
     # The end
 
     def on_train_end(self) -> None:
-        """Gives all tiers the final weights."""
+        """Gives all tiers the final weights; none ends its training before all have come so far."""
         self.session.bring_weights_everywhere()
+        self.barrier("end of training")
 
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other tiers why this one ends."""
+        if isinstance(self._launcher, Launcher):
+            self._launcher.has_failed = True
         if self._network is not None:
-            text = "".join(traceback.format_exception(exception)).strip()
-            self._network.abort(text)
+            tell(self._network, exception)
 
     def teardown(self) -> None:
         """Takes back every change to the user's objects; the links stay for a later `test()`."""

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
+from lightning_hiertrain.launching import Launcher
 from lightning_hiertrain.session import Session
 from lightning_hiertrain.transport.collectives import Collectives
+from lightning_hiertrain.transport.network import Network
 
 
 class TierProcesses(ParallelStrategy):
@@ -24,9 +25,11 @@ class TierProcesses(ParallelStrategy):
 
     _tiers: tuple[str, ...]
     _tier_of_rank: tuple[str, ...]
+    _network: Network | None = None
     _collectives: Collectives | None = None
     _session: Session | None = None
     _num_nodes = 1
+    _failed_process: tuple[int, int] | None = None
 
     # Processes and ranks
 
@@ -58,9 +61,26 @@ class TierProcesses(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._check_world_size(self.num_nodes * self.num_processes)
-        self._launcher = _SubprocessScriptLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes
+        if self.local_rank >= self.num_processes:
+            raise MisconfigurationException(
+                f"this is process number {self.local_rank + 1} on this machine, and "
+                f"`Trainer(devices={self.num_processes}, num_nodes={self.num_nodes})` expects "
+                f"{self.num_processes}; with all tiers on one machine use "
+                f"`Trainer(devices={len(self._tiers)})`, else start one process on each machine"
+            )
+        self._launcher = Launcher(
+            self.cluster_environment,
+            self.num_processes,
+            self.num_nodes,
+            report=self._note_failed_process,
         )
+
+    def _note_failed_process(self, rank: int, code: int) -> None:
+        """Ends the wait for a tier whose process, started by this one, has failed."""
+        self._failed_process = (rank, code)
+        if self._network is not None:
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            self._network.give_up(self._tiers[rank], f"its process has ended with {how}")
 
     def _check_world_size(self, world_size: int) -> None:
         if world_size != len(self._tiers):
@@ -86,6 +106,11 @@ class TierProcesses(ParallelStrategy):
     def _is_local(self) -> bool:
         if self._session is None or self._session.calls.is_user_code_alone:
             return True
+        return self._is_interrupted
+
+    @property
+    def _is_interrupted(self) -> bool:
+        """Whether an error has ended the run: the other tiers no longer take part in anything."""
         module = self.lightning_module
         return module is not None and module._trainer is not None and module.trainer.interrupted
 

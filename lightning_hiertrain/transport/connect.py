@@ -60,7 +60,14 @@ class Connector:
             atexit.register(self.leave)
 
     def meet(self, sockets: Sockets) -> bool:
-        """Finds neighbours' keys and dials them; returns whether nothing is left to find."""
+        """Finds neighbours' keys and dials them; returns whether nothing is left to find.
+
+        Raises:
+            ValueError: If two processes of this machine claim to be the same tier.
+        """
+        conflict = self._rendezvous.conflict() if self._rendezvous is not None else None
+        if conflict is not None:
+            raise ValueError(conflict)
         neighbours = self.credentials.neighbours
         links = (*self._dialled, *self._listened)
         for link in links:

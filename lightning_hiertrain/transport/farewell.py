@@ -33,10 +33,10 @@ class Farewell:
         self._peers = list(engine.protocol.peers.values())
         self._wait = wait
 
-    def abort(self, reason: str) -> None:
-        """Tells all peers that this tier ends with an error."""
+    def abort(self, reason: str, culprit: str | None) -> None:
+        """Tells all peers that this tier ends with an error, and which tier failed first."""
         try:
-            self._tell(self._peers, ABORT, lambda _: reason)
+            self._tell(self._peers, ABORT, lambda _: {"reason": reason, "culprit": culprit})
         except Exception:
             log.warning("tier %s could not tell that it ends", self._protocol.tier, exc_info=True)
 

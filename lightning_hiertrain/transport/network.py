@@ -156,6 +156,18 @@ class Network:
             self.abort("".join(format_exception(error)))
         self.close()
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether all peers can still be reached."""
+        engine = self._engine
+        return (
+            engine is not None
+            and engine.failure is None
+            and not self._closed
+            and not self._aborted
+            and all(peer.lost is None for peer in engine.protocol.peers.values())
+        )
+
     def start(self) -> None:
         """Listens for the tiers below, dials those above, and returns without waiting for them.
 
@@ -331,8 +343,21 @@ class Network:
                 f"{state.queued_messages} messages have not been acknowledged",
             )
 
-    def abort(self, reason: str) -> None:
-        """Tells all peers that this tier ends with an error, which ends their waits too."""
+    def give_up(self, peer: str, reason: str) -> None:
+        """Ends waits for a peer that has not come yet and, as is known elsewhere, never will."""
+        state = self._peer(peer)
+        with self._changed:
+            if not state.established and state.lost is None:
+                state.lost = reason
+                self._changed.notify_all()
+
+    def abort(self, reason: str, *, culprit: str | None = None) -> None:
+        """Tells all peers that this tier ends with an error, which ends their waits too.
+
+        Args:
+            reason: What happened.
+            culprit: The tier that failed first, if it is not this one.
+        """
         if (
             self._engine is None
             or self._closed
@@ -341,7 +366,7 @@ class Network:
         ):
             return
         self._aborted = True
-        Farewell(self._engine, self._wait).abort(reason)
+        Farewell(self._engine, self._wait).abort(reason, culprit)
 
     def close(self) -> None:
         """Sends what is still queued, says goodbye and closes the links."""

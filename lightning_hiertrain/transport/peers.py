@@ -49,6 +49,8 @@ class Peer:
     """Whether each has heard from the other."""
     lost: str | None = None
     """Why it can no longer be reached."""
+    culprit: str | None = None
+    """The tier whose failure made it fail; `lost` then tells what happened there."""
     inbox: defaultdict[str, deque[Message]] = field(default_factory=lambda: defaultdict(deque))
     queued_bytes: dict[Channel, int] = field(default_factory=lambda: dict.fromkeys(Channel, 0))
     queued_messages: int = 0
@@ -139,14 +141,19 @@ def _number(value: Any) -> int:
 def lost_error(
     tier: str, peer: Peer, operation: str, timeout_seconds: float | None
 ) -> PeerLostError:
-    """Returns the error of an operation with a peer that is lost."""
+    """Returns the error of an operation with a peer that is lost; it names who failed first."""
     limit = "" if timeout_seconds is None else f" (timeout {timeout_seconds:g} s)"
+    failed, reason = peer.culprit or peer.name, str(peer.lost)
+    if failed == tier:
+        failed, reason = peer.name, f"it ended because of tier {tier!r}: {reason}"
+    via = "" if failed == peer.name else f", as tier {peer.name!r} reports"
     return PeerLostError(
-        f"tier {tier!r} lost tier {peer.name!r} during {operation!r}{limit}: {peer.lost}",
+        f"tier {tier!r} lost tier {failed!r} during {operation!r}{limit}{via}: {reason}",
         tier=tier,
-        peer=peer.name,
+        peer=failed,
         operation=operation,
         timeout_seconds=timeout_seconds,
+        reason=reason,
     )
 
 

@@ -151,6 +151,11 @@ class Protocol:
 
     def _refuse(self, peer: Peer, envelope: Envelope) -> None:
         """Answers a process that came instead of one that was already known."""
+        process = ProcessIdentity.from_dict(envelope.more.get("process"))
+        if process is not None and process == peer.process:
+            # It goes on to its next run; this one will follow, or has been told why it cannot.
+            self.lose(peer, "it has left this run and begun another one")
+            return
         if peer.session is not None:
             self.lose(peer, "its process was started anew in the middle of the run")
         reason = (
@@ -193,7 +198,9 @@ class Protocol:
             if message.tag == BYE:
                 peer.closing_at = int(value)
             elif message.tag == ABORT:
-                self.lose(peer, f"it ended with an error:\n{value}")
+                culprit, reason = value["culprit"], value["reason"]
+                peer.culprit = culprit if culprit in self.topology.names else None
+                self.lose(peer, reason if peer.culprit else f"it ended with an error:\n{reason}")
             else:
                 gone = self.peers[value["tier"]]
                 if peer.name in gone.route:
@@ -297,7 +304,11 @@ class Protocol:
 
     def _try_to_meet(self) -> None:
         if not self._met:
-            self._met = self._meet(self.sockets)
+            try:
+                self._met = self._meet(self.sockets)
+            except ValueError as error:
+                for peer in self._living():
+                    self.lose(peer, str(error))
 
     def _check_alive(self, peer: Peer, now: float) -> None:
         if peer.process is not None and peer.process.has_ended():

@@ -21,6 +21,7 @@ from typing import Any
 
 _MAX_FILE_BYTES = 4096
 _STALE_SECONDS = 3600.0
+_CONFLICT = ".claimed-twice"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,7 @@ class Rendezvous:
         _make_private(self.directory)
         self._path = self.directory / f"{tier}.json"
         self._tier = tier
+        self._process: ProcessIdentity | None = None
 
     def publish(self, card: Card) -> None:
         """Writes this tier's card.
@@ -111,10 +113,8 @@ class Rendezvous:
         """
         other = self.read(self._tier)
         if other is not None and other.process != card.process:
-            raise ValueError(
-                f"tier {self._tier!r} of run {self.directory.name!r} is already process "
-                f"{other.process.pid}; give every run an id of its own"
-            )
+            self._mark_conflict(other)
+            raise ValueError(self._describe_conflict(self._tier, other))
         temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
@@ -122,6 +122,33 @@ class Rendezvous:
         with os.fdopen(descriptor, "w") as file:
             json.dump(asdict(card), file)
         temporary.replace(self._path)
+        self._process = card.process
+
+    def conflict(self) -> str | None:
+        """Says which tier two processes claim to be; `None` if there is none.
+
+        The second one is refused, and without this the others would wait in vain for the tier
+        that it should have been.
+        """
+        own = self.read(self._tier)
+        if own is not None and own.process != self._process:
+            self._mark_conflict(own)
+        for mark in self.directory.glob(f"*{_CONFLICT}"):
+            tier, _, pid = mark.name.removesuffix(_CONFLICT).rpartition(".")
+            card = self.read(tier)
+            if card is not None and pid == str(card.process.pid):  # else left by an earlier run
+                return self._describe_conflict(tier, card)
+        return None
+
+    def _mark_conflict(self, card: Card) -> None:
+        self.directory.joinpath(f"{self._tier}.{card.process.pid}{_CONFLICT}").touch(mode=0o600)
+
+    def _describe_conflict(self, tier: str, card: Card) -> str:
+        return (
+            f"two processes claim to be tier {tier!r} of run {self.directory.name!r}, one of them "
+            f"is process {card.process.pid}; give every process a tier of its own "
+            "(HIERTRAIN_TIER), and every run a port of its own (MASTER_PORT)"
+        )
 
     def read(self, tier: str) -> Card | None:
         """Returns the card of a tier, or `None` if it has not come yet or has ended."""
@@ -130,8 +157,11 @@ class Rendezvous:
 
     def leave(self) -> None:
         """Removes this tier's card and those of ended tiers, and the directory with the last."""
-        with contextlib.suppress(OSError):
-            self._path.unlink()
+        own = self.read(self._tier)
+        if own is not None and own.process == self._process:
+            for path in (self._path, *self.directory.glob(f"{self._tier}.*{_CONFLICT}")):
+                with contextlib.suppress(OSError):
+                    path.unlink()
         self._sweep(self.directory)
 
     def _sweep(self, directory: Path) -> None:
@@ -140,6 +170,9 @@ class Rendezvous:
             for path in directory.glob("*.json"):
                 card = _read(path)
                 if card is not None and card.process.has_ended():
+                    path.unlink()
+            if not any(directory.glob("*.json")):
+                for path in directory.glob(f"*{_CONFLICT}"):
                     path.unlink()
             directory.rmdir()
 

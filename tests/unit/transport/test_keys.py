@@ -169,10 +169,26 @@ def test_what_ended_processes_left_is_removed(folder):
 
 def test_a_second_process_of_a_tier_is_refused(folder):
     parent = ProcessIdentity.of(os.getppid())
-    place = Rendezvous("run", "device")
+    place, third = Rendezvous("run", "device"), Rendezvous("run", "edge")
     place.publish(card(parent))
-    with pytest.raises(ValueError, match=f"already process {os.getppid()}; give every run"):
-        place.publish(card())
+    second = Rendezvous("run", "device")
+    with pytest.raises(ValueError, match=f"claim to be tier 'device'.*process {os.getppid()};"):
+        second.publish(card())
+    second.leave()
+    assert third.read("device") == card(parent)
+    for waiting in (place, third):
+        assert "two processes claim to be tier 'device'" in str(waiting.conflict())
+    place.leave()
+    assert not folder.exists()
+
+
+def test_a_tier_whose_place_is_taken_notices(folder):
+    first, second = Rendezvous("run", "device"), Rendezvous("run", "device")
+    first.publish(card())
+    assert first.conflict() is None
+    (folder / "device.json").unlink()  # as if both had looked at the same moment
+    second.publish(card(ProcessIdentity.of(os.getppid())))
+    assert "two processes claim to be tier 'device'" in str(first.conflict())
 
 
 def test_strange_cards_are_passed_over(folder):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import threading
 import time
@@ -13,6 +14,7 @@ import zmq
 from lightning_hiertrain.errors import LinkError, LinkTimeoutError, PeerLostError
 from lightning_hiertrain.topology import Link, Tier, Topology
 from lightning_hiertrain.transport import Collectives, Network
+from lightning_hiertrain.transport.rendezvous import ProcessIdentity
 from lightning_hiertrain.transport.sockets import Channel
 from tests.distributed.launch import free_ports
 from tests.unit.transport.helpers import TIERS, Proxy, make_topology, plain_client, started
@@ -210,15 +212,67 @@ def test_missing_tiers_are_named_with_their_addresses(tmp_path):
     assert f"'cloud' is missing (dialled at {topology.tier('cloud').address}: no answer)" in text
 
 
-def test_a_tier_that_is_started_anew_is_told_and_reported(tmp_path):
+def test_a_tier_that_is_started_anew_is_told_and_reported(tmp_path, monkeypatch):
     topology = make_topology(tmp_path, PAIR)
     with started(tmp_path, topology) as networks:
         other = Network.from_topology("device", topology, private_key=tmp_path / "device.key")
+        parent = ProcessIdentity.of(os.getppid())
+        monkeypatch.setattr(ProcessIdentity, "current", lambda: parent)
         with other:
             with pytest.raises(PeerLostError, match="began with another process"):
                 other.wait_for_peers(5.0)
             with pytest.raises(PeerLostError, match="started anew"):
                 networks["edge"].receive("device", "x")
+
+
+def test_tiers_meet_again_whichever_goes_on_to_the_next_run_first(tmp_path):
+    topology = make_topology(tmp_path, PAIR)
+    with started(tmp_path, topology) as networks:
+        networks["device"].abort("the first run failed")
+        networks["device"].close()
+        again = Network.from_topology("device", topology, private_key=tmp_path / "device.key")
+        with again:
+            with pytest.raises(LinkTimeoutError, match="tier 'edge' is missing"):
+                again.wait_for_peers(0.5)
+            networks["edge"].close()
+            edge = Network.from_topology("edge", topology, private_key=tmp_path / "edge.key")
+            with edge:
+                again.send("edge", "x", 1)
+                assert edge.receive("device", "x", timeout_seconds=10) == 1
+                again.wait_for_peers(5.0)
+
+
+def test_a_tier_that_goes_on_to_its_next_run_unheard_ends_this_one(tmp_path):
+    topology = make_topology(tmp_path, PAIR)
+    with started(tmp_path, topology) as networks:
+        other = Network.from_topology("device", topology, private_key=tmp_path / "device.key")
+        with other, pytest.raises(PeerLostError, match="has left this run and begun another"):
+            networks["edge"].receive("device", "x", timeout_seconds=5.0)
+
+
+def test_the_error_names_the_tier_that_failed_first(tmp_path):
+    with started(tmp_path, make_topology(tmp_path)) as networks:
+        networks["edge"].abort("no answer", culprit="cloud")
+        with pytest.raises(
+            PeerLostError, match=r"lost tier 'cloud'.*'edge' reports: no answer"
+        ) as a:
+            networks["device"].receive("edge", "x", timeout_seconds=5.0)
+        assert a.value.peer == "cloud"
+        with pytest.raises(
+            PeerLostError, match=r"'edge'.* because of tier 'cloud': no answer"
+        ) as b:
+            networks["cloud"].receive("edge", "x", timeout_seconds=5.0)
+        assert b.value.peer == "edge"
+
+
+def test_a_tier_known_to_have_ended_is_not_waited_for(tmp_path):
+    topology = make_topology(tmp_path, PAIR)
+    with Network.from_topology("device", topology, private_key=tmp_path / "device.key") as network:
+        assert network.is_usable
+        network.give_up("edge", "its process has ended with exit code 3")
+        with pytest.raises(PeerLostError, match=r"lost tier 'edge'.*exit code 3"):
+            network.wait_for_peers(5.0)
+        assert not network.is_usable
 
 
 def test_tiers_with_other_topologies_refuse_each_other(tmp_path):
