@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hiertrain.execution.chunks import chunks_of
-from lightning_hiertrain.execution.codecs import decode, encode
 from lightning_hiertrain.execution.feed import MiniBatch
 from lightning_hiertrain.execution.weights import (
     gradients_tag,
@@ -26,6 +25,7 @@ from lightning_hiertrain.partition.chain import LayerChain
 from lightning_hiertrain.partition.passage import Passage, Tap
 from lightning_hiertrain.partition.rows import batch_leaves
 from lightning_hiertrain.schedule import Schedule
+from lightning_hiertrain.transport.codecs import decode, encode
 from lightning_hiertrain.transport.network import Network
 
 

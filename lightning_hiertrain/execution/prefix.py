@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hiertrain.execution.chunks import chunks_of
-from lightning_hiertrain.execution.codecs import decode, encode
 from lightning_hiertrain.execution.feed import MiniBatch
 from lightning_hiertrain.execution.weights import (
     AwaitedWeights,
@@ -22,6 +21,7 @@ from lightning_hiertrain.partition.chain import LayerChain
 from lightning_hiertrain.partition.passage import CutReached, Passage
 from lightning_hiertrain.partition.rows import batch_leaves, with_leaves
 from lightning_hiertrain.schedule import Schedule
+from lightning_hiertrain.transport.codecs import decode, encode
 from lightning_hiertrain.transport.network import Network
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_hiertrain.execution.codecs import decode, encode
+from lightning_hiertrain.transport.codecs import decode, encode
 
 CODECS = ("none", "fp16", "bf16", "int8", "int8+zstd", *(f"minmax{n}" for n in range(2, 9)))
 
