@@ -184,6 +184,11 @@ class Network:
             f"{other}"
             for other in self.config.names
         ]
+        lines += [
+            f"10.78.{number}.{position} {end}-on-{link.name}"
+            for number, link in enumerate(self.config.links, start=1)
+            for position, end in enumerate(link.between, start=1)
+        ]
         (folder / "hosts").write_text("\n".join(lines) + "\n")
         (folder / "resolv.conf").write_text("")
 

@@ -35,8 +35,8 @@ class Normalise(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name, values in (("mean", MEAN), ("std", STD)):
-            self.register_buffer(name, torch.tensor(values).view(1, 3, 1, 1))
+        # No buffers: they never change, and DDP would send them with every step.
+        self.mean, self.std = (torch.tensor(values).view(1, 3, 1, 1) for values in (MEAN, STD))
 
     def forward(self, images: Tensor) -> Tensor:
         """Returns floating-point images for `(num_samples, 3, height, width)` of any type."""
