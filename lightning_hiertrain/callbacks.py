@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hiertrain.partition.chain import LayerChain
@@ -82,9 +83,11 @@ class ProfilingCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Measures for a while."""
-        if self.progress >= 1:
-            return
-        strategy = _strategy(trainer)
+        if self.progress < 1:
+            with isolate_rng():  # the user's random numbers are not ours to take
+                self._measure(_strategy(trainer), batch)
+
+    def _measure(self, strategy: Profiled, batch: Any) -> None:
         if self._profiler is None:
             self._start(strategy, batch)
         assert self._profiler is not None
@@ -101,7 +104,8 @@ class ProfilingCallback(Callback):
         """Ends the measuring with the first epoch at the latest."""
         if self._slices > 0 and self.progress < 1:
             self.progress = 1.0
-            self._finish(_strategy(trainer))
+            with isolate_rng():
+                self._finish(_strategy(trainer))
 
     def _start(self, strategy: Profiled, batch: Any) -> None:
         session = strategy.session

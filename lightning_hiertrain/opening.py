@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_hiertrain.checks import (
     check_privacy,
@@ -122,7 +123,8 @@ def _decided(session: Session, decide: Callable[[], Any]) -> Any:
     answer: dict[str, Any] = {}
     if session.is_data_tier:
         try:
-            answer = {"value": decide()}
+            with isolate_rng():
+                answer = {"value": decide()}
         except ValueError as error:
             log.debug("refused", exc_info=True)
             answer = {"error": str(error)}
