@@ -60,11 +60,13 @@ def proven(
     What the owner sees of the batch depends on its first cut, so that the cuts are proven in groups
     with the same view, and then each group together with all cuts behind it.
     """
+    wholes: dict[Any, _Outcome] = {}
 
     def hold(depths: Sequence[int]) -> bool:
         workers = dict.fromkeys(depths, 1 if len(depths) > 1 else 2)
         return all(
-            _Check(chain, step, module, batch, split, own, workers).holds() for own in (1, 0)
+            _Check(chain, step, module, batch, split, own, workers, wholes).holds()
+            for own in (1, 0)
         )
 
     def good(depths: Sequence[int]) -> list[int]:
@@ -125,6 +127,8 @@ class _Check:
     split: Sequence[int]
     own: int
     workers: Mapping[int, int]
+    wholes: dict[Any, _Outcome]
+    """Outcomes of whole batches, kept from one check to the next."""
 
     def holds(self) -> bool:
         total = self.own + sum(self.workers.values())
@@ -143,8 +147,12 @@ class _Check:
             return False
 
     def _agree(self, rows: Any, total: int, tolerance: float) -> bool:
-        whole = self._outcome(lambda: self._whole(_fresh(rows)))
+        # The divided one first: it is where a wrong cut raises an error.
         divided = self._outcome(lambda: self._divided(_fresh(rows), total))
+        key = (total, self.own, tolerance)
+        if key not in self.wholes:
+            self.wholes[key] = self._outcome(lambda: self._whole(_fresh(rows)))
+        whole = self.wholes[key]
         sizes = [_size(x) for x in whole.gradients if x is not None]
         noise = tolerance * _NOISE * max(sizes, default=0.0)
         return _same(whole.values, divided.values, tolerance, 0.0) and _same(
