@@ -69,6 +69,12 @@ class Settings:
             self._check_names("schedule", self.schedule.shares)
         if self.profile is not None:
             self._check_names("profile", self.profile.tiers)
+            if self.profile.data_tier != self.data_tier:
+                raise ValueError(
+                    f"the profile is one with the data on tier {self.profile.data_tier!r}, "
+                    f"`data_tier` is {self.data_tier!r}; pass the same, or change the profile: "
+                    f"`dataclasses.replace(profile, data_tier={self.data_tier!r})`"
+                )
 
     @property
     def measures(self) -> bool:

@@ -36,6 +36,11 @@ class Farewell:
     def abort(self, reason: str, culprit: str | None) -> None:
         """Tells all peers that this tier ends with an error, and which tier failed first."""
         try:
+            # A tier that is just coming would wait for this one in vain.
+            self._wait(
+                lambda: all(peer.lost or peer.established for peer in self._peers),
+                _LAST_WORDS_SECONDS,
+            )
             self._tell(self._peers, ABORT, lambda _: {"reason": reason, "culprit": culprit})
         except Exception:
             log.warning("tier %s could not tell that it ends", self._protocol.tier, exc_info=True)
