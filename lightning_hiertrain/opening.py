@@ -65,12 +65,15 @@ def open_run(
 
     chain, schedule = _decided(session, decide)
     session.use_chain(chain)
+    if profile is not None:
+        session.expect_rates(profile)
     session.adopt(schedule)
 
 
 def plan_and_adopt(session: Session, profile: Profile, settings: Settings) -> None:
     """Plans on the data tier and puts the schedule in force; all tiers call this together."""
     assert session.mini_batch is not None
+    session.expect_rates(profile)
     samples = session.mini_batch.schedule.batch_size
     schedule = _decided(session, lambda: _plan(session, profile, samples, settings))
     log.info(

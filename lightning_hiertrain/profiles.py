@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,11 @@ class Profile:
     def link(self, first: str, second: str) -> LinkProfile | None:
         """Returns the direct link between two tiers, in either order, or `None`."""
         return next((link for link in self.links if {first, second} == set(link.between)), None)
+
+    def bytes_per_second(self, source: str, target: str) -> float:
+        """Returns what the route between two tiers carries: as much as its slowest link."""
+        hops = [self.link(*hop) for hop in pairwise(self.topology.route(source, target))]
+        return min(link.bandwidth_bytes_per_second for link in hops if link is not None)
 
     def to_json(self, path: str | Path) -> None:
         """Writes the profile to a file."""

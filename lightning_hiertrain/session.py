@@ -21,8 +21,11 @@ from lightning_hiertrain.execution import DealtBatch, Feed, MiniBatch, Owner, Pr
 from lightning_hiertrain.mirror import Mirror
 from lightning_hiertrain.mirrored_calls import MirroredCalls
 from lightning_hiertrain.partition.chain import LayerChain
+from lightning_hiertrain.partition.rows import batch_leaves, with_leaves
+from lightning_hiertrain.profiles import Profile
 from lightning_hiertrain.schedule import Schedule, Share
 from lightning_hiertrain.transport.collectives import Collectives
+from lightning_hiertrain.transport.lossless import unpack
 from lightning_hiertrain.transport.network import Network
 
 log = logging.getLogger(__name__)
@@ -120,6 +123,15 @@ class Session:
             owner=tier, shares={tier: Share(num_layers=len(self.chain), num_samples=num_samples)}
         )
 
+    def expect_rates(self, profile: Profile) -> None:
+        """Notes what the links carry by a profile; batches are packed by that."""
+        others = [tier for tier in self.network.topology.names if tier != self.data_tier]
+        self._feed.expect_rates({t: profile.bytes_per_second(self.data_tier, t) for t in others})
+
+    def bytes_of_leaves(self, batch: Any, bytes_per_second: float) -> list[int]:
+        """Returns how many bytes each tensor of a batch takes on a link of that rate."""
+        return self._feed.bytes_of_leaves(batch_leaves(batch), bytes_per_second)
+
     def adopt(self, schedule: Schedule) -> None:
         """Puts a schedule in force after the next update; all tiers call this together."""
         self._pending = schedule
@@ -187,13 +199,18 @@ class Session:
         if self.is_data_tier:
             for tier in self.network.topology.names:
                 if tier != self.tier:
-                    content = batch if tier == self.evaluator else None
-                    self.network.send(tier, tag, {"batch": content, "weight": weight}, control=None)
+                    message: dict[str, Any] = {"batch": None, "weight": weight}
+                    if tier == self.evaluator:
+                        message |= self._feed.packed(batch, batch_leaves(batch), tier, "evaluation")
+                    self.network.send(tier, tag, message, control=None)
             return batch, weight
         message = self.network.receive(
             self.data_tier, tag, operation="receive a batch of validation, test or prediction"
         )
-        return self.placed(message["batch"]), message["weight"]
+        batch = message["batch"]
+        if "leaves" in message:
+            batch = self.placed(with_leaves(batch, [unpack(leaf) for leaf in message["leaves"]]))
+        return batch, message["weight"]
 
     def placed(self, batch: Any) -> Any:
         """Moves a batch to this tier's accelerator."""

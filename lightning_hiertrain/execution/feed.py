@@ -12,6 +12,7 @@ from lightning_hiertrain.partition.chain import LayerChain
 from lightning_hiertrain.partition.rows import batch_leaves, num_samples, with_leaves
 from lightning_hiertrain.partition.views import filled, owner_leaves, prefix_leaves
 from lightning_hiertrain.schedule import Schedule
+from lightning_hiertrain.transport.lossless import Packer, content_bytes, unpack
 from lightning_hiertrain.transport.network import Network
 
 
@@ -68,6 +69,18 @@ class Feed:
     def __init__(self, network: Network, data_tier: str) -> None:
         self._network = network
         self._data_tier = data_tier
+        self._packer = Packer()
+        self._rates: Mapping[str, float] = {}
+
+    def expect_rates(self, bytes_per_second: Mapping[str, float]) -> None:
+        """Takes what the way to each tier was measured to carry, by which packing is chosen."""
+        self._rates = dict(bytes_per_second)
+
+    def rate(self, tier: str) -> float | None:
+        """Returns the bytes per second that go to a tier, `None` if that is not known yet."""
+        seen = self._network.bytes_per_second(tier)
+        rates = [rate for rate in (seen, self._rates.get(tier)) if rate is not None]
+        return max(rates, default=None)
 
     def deal(
         self, dealt: DealtBatch, index: int, schedule: Schedule, chain: LayerChain
@@ -98,11 +111,9 @@ class Feed:
         for tier in self._network.topology.names:
             if tier != self._data_tier:
                 seen = self._seen(tier, mini_batch, chain, leaves)
-                message = {
-                    "num_samples": samples,
-                    "weight": weight,
-                    "batch": None if seen is None else with_leaves(batch, _emptied(leaves, seen)),
-                }
+                message = {"num_samples": samples, "weight": weight, "batch": None}
+                if seen is not None:
+                    message |= self.packed(batch, seen, tier, "training")
                 self._network.send(tier, f"{index}/batch", message, control=None)
         return self._with_own(
             mini_batch, batch, self._seen(self._data_tier, mini_batch, chain, leaves), chain
@@ -123,14 +134,40 @@ class Feed:
             weight=message["weight"],
             batch=None,
         )
-        batch = message["batch"]
         seen = None
-        if batch is not None:
-            arrived = zip(batch_leaves(batch), chain.leaf_shapes, strict=True)
-            seen = [
-                None if shape is not None and not leaf.size(0) else leaf for leaf, shape in arrived
-            ]
-        return self._with_own(mini_batch, batch, seen, chain)
+        if message["batch"] is not None:
+            seen = [None if leaf is None else unpack(leaf) for leaf in message["leaves"]]
+        return self._with_own(mini_batch, message["batch"], seen, chain)
+
+    def packed(
+        self, batch: Any, leaves: Sequence[Tensor | None], tier: str, purpose: str
+    ) -> dict[str, Any]:
+        """Returns a batch as it travels, without loss but in fewer bytes.
+
+        Args:
+            batch: The batch.
+            leaves: What of its tensors shall travel, `None` where nothing of one.
+            tier: Where to.
+            purpose: Of the batch; batches of one purpose are alike.
+
+        Returns:
+            For a message: `batch`, whose tensors are empty, and `leaves`.
+        """
+        rate = self.rate(tier)
+        return {
+            "batch": with_leaves(batch, [leaf.new_empty(0) for leaf in batch_leaves(batch)]),
+            "leaves": [
+                None if leaf is None else self._packer.pack(leaf, (purpose, position), rate)
+                for position, leaf in enumerate(leaves)
+            ],
+        }
+
+    def bytes_of_leaves(self, leaves: Sequence[Tensor], bytes_per_second: float) -> list[int]:
+        """Returns how many bytes each tensor of a training batch takes on a way of that rate."""
+        return [
+            content_bytes(self._packer.pack(leaf, ("training", position), bytes_per_second))
+            for position, leaf in enumerate(leaves)
+        ]
 
     def _with_own(
         self, mini_batch: MiniBatch, batch: Any, seen: list[Tensor | None] | None, chain: LayerChain
@@ -153,11 +190,6 @@ class Feed:
             )
         depth = next((depth for name, depth, _ in cuts if name == tier), None)
         return None if depth is None else prefix_leaves(chain, leaves, depth, mini_batch.rows[tier])
-
-
-def _emptied(leaves: Sequence[Tensor], seen: Sequence[Tensor | None]) -> list[Tensor]:
-    """Puts a tensor without rows where a tier sees nothing: the batch keeps its structure."""
-    return [leaf[:0] if part is None else part for leaf, part in zip(leaves, seen, strict=True)]
 
 
 def _length(rows: slice) -> int:

@@ -35,6 +35,7 @@ _WINDOW_SECONDS = 1.0
 _CHUNKS_PER_WINDOW = 8
 _MAX_CHUNK_BYTES = 1 << 20
 _MEASURED_SECONDS = 0.5
+_KEPT_RATES = 5
 
 
 @dataclass(kw_only=True)
@@ -64,6 +65,7 @@ class OutFlow:
         self._window_bytes = _FIRST_WINDOW_BYTES
         self._measured_bytes = 0
         self._measured_since = 0.0
+        self._rates: deque[float] = deque(maxlen=_KEPT_RATES)
         self._cut_message: Outgoing | None = None
         self._left_bytes = 0
         self._replay_from: int | None = None
@@ -71,6 +73,11 @@ class OutFlow:
     @property
     def unacknowledged(self) -> bool:
         return bool(self._unacknowledged)
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """The fastest of the last measurements, `None` before the first; others were disturbed."""
+        return max(tuple(self._rates), default=None)
 
     def next_chunk(self) -> Chunk | None:
         """Returns what to send next, or `None` if there is nothing or the window is full."""
@@ -126,8 +133,11 @@ class OutFlow:
         enough = self._measured_bytes >= self._window_bytes // 4
         if not enough and not (self._unacknowledged and elapsed > _MEASURED_SECONDS):
             return  # a flow with little to send tells nothing about the link
-        window = _WINDOW_SECONDS * self._measured_bytes / max(elapsed, 1e-4)
-        self._window_bytes = int(min(max(window, MIN_WINDOW_BYTES), MAX_WINDOW_BYTES))
+        rate = self._measured_bytes / max(elapsed, 1e-4)
+        if enough:
+            self._rates.append(rate)
+        window = int(_WINDOW_SECONDS * rate)
+        self._window_bytes = min(max(window, MIN_WINDOW_BYTES), MAX_WINDOW_BYTES)
         self._measured_bytes, self._measured_since = 0, time.monotonic()
 
     def _cut(self) -> Chunk | None:

@@ -381,6 +381,13 @@ class Network:
         if self._connector is not None:
             self._connector.leave()
 
+    def bytes_per_second(self, peer: str) -> float | None:
+        """Returns how fast tensors went to a peer lately, `None` if too few did to tell."""
+        state = self._peer(peer)
+        with self._changed:
+            flow = state.outgoing.get(Channel.DATA)  # a lost peer has none
+        return None if flow is None else flow.bytes_per_second
+
     def stats(self) -> dict[str, dict[str, int]]:
         """Returns what was sent to and received from each peer."""
         peers = self._engine.protocol.peers if self._engine is not None else {}

@@ -152,3 +152,15 @@ def test_a_head_is_plain_json():
 
     assert head["tag"] == "x"
     assert head["tensors"] == [["float32", [2, 3]]]
+
+
+def test_the_rate_is_what_was_acknowledged_in_the_time_it_took(monkeypatch):
+    clock = iter(x / 4 for x in range(100))
+    monkeypatch.setattr(flow.time, "monotonic", lambda: next(clock))
+    out, incoming = OutFlow(), InFlow()
+    assert out.bytes_per_second is None
+    message = encode("x", torch.zeros(900_000, dtype=torch.uint8))
+    out.queue.append(message)
+    deliver(incoming, send_all(out))
+    acknowledge(out, incoming)
+    assert out.bytes_per_second == message.total_bytes / 0.25
