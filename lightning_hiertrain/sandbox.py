@@ -72,9 +72,14 @@ class Sandbox:
         self._logged.clear()
         output = self._run(batch)
         loss = _loss_of(output)
-        kept = [value for child in self.module.modules() for value in vars(child).values()]
-        attributes = [x for value in kept if not _is_parameters(value) for x in tensors_in(value)]
-        return loss, output, list(self._logged), attributes
+        # Not the buffers: counters in them differ from step to step.
+        kept = [
+            value
+            for child in self.module.modules()
+            for key, value in vars(child).items()
+            if key not in _OF_TORCH
+        ]
+        return loss, output, list(self._logged), list(tensors_in(kept))
 
     def loss(self, batch: Any) -> Any:
         """Runs one training step of the copy and returns nothing but its loss."""
@@ -140,12 +145,6 @@ class _Attributes:
 
 def _loss_of(output: Any) -> Any:
     return output.get("loss") if isinstance(output, Mapping) else output
-
-
-def _is_parameters(value: Any) -> bool:
-    return isinstance(value, dict) and any(
-        isinstance(x, torch.nn.Parameter) for x in value.values()
-    )
 
 
 def _shared(module: LightningModule) -> dict[int, Any]:

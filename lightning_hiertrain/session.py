@@ -346,7 +346,7 @@ class Session:
         self.replicas.bring(new)
         for worker in schedule.prefix_workers:
             names = self.chain.parameters_through(schedule.shares[worker].num_layers)
-            self.replicas.bring(worker, names)
+            self.replicas.bring(worker, names, with_buffers=True)
         if old != new:
             state = {
                 "optimizers": [optimizer.state_dict() for optimizer in optimizers],

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hiertrain.execution.buffers import Buffers
 from lightning_hiertrain.execution.chunks import chunks_of
 from lightning_hiertrain.execution.feed import MiniBatch
 from lightning_hiertrain.execution.weights import (
+    buffers_tag,
     gradients_tag,
     layers_with_parameters,
+    new_buffers_tag,
     weights_tag,
 )
 from lightning_hiertrain.partition.chain import LayerChain
@@ -42,6 +45,7 @@ class Owner:
         self._network = network
         self._chain = chain
         self._parameters = dict(module.named_parameters())
+        self._buffers = Buffers(module)
         self._awaited: dict[str, _Awaited] = {}
         """What prefix workers still wait for, by worker."""
 
@@ -55,6 +59,7 @@ class Owner:
         Returns:
             What the step returned: the loss over the whole mini-batch.
         """
+        self._buffers.count(mini_batch)
         cuts = mini_batch.cuts
         passage: AbstractContextManager[Any] = nullcontext()
         if cuts:
@@ -153,9 +158,21 @@ class Owner:
                     parameter.grad = gradient
                 else:
                     parameter.grad += gradient
+        if self._buffers:
+            self._buffers.merge(
+                {
+                    worker: self._network.receive(
+                        worker, buffers_tag(index), operation="receive changed buffers"
+                    )
+                    for worker in schedule.prefix_workers
+                }
+            )
 
     def return_weights(self, index: int, schedule: Schedule) -> None:
         """Sends each prefix worker the new weights of its layers, in the order of their use."""
+        for worker in schedule.prefix_workers if self._buffers else ():
+            buffers = self._buffers.shared_with(worker)
+            self._network.send(worker, new_buffers_tag(index), buffers)
         for worker, layer in self._exchanged(schedule):
             weights = {
                 name: self._parameters[name].detach().clone()

@@ -10,12 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hiertrain.execution.buffers import Buffers
+from lightning_hiertrain.execution.chance import own_chance
 from lightning_hiertrain.execution.chunks import chunks_of
 from lightning_hiertrain.execution.feed import MiniBatch
 from lightning_hiertrain.execution.weights import (
     AwaitedWeights,
+    buffers_tag,
     gradients_tag,
     layers_with_parameters,
+    new_buffers_tag,
 )
 from lightning_hiertrain.partition.chain import LayerChain
 from lightning_hiertrain.partition.passage import CutReached, Passage
@@ -44,6 +48,10 @@ class PrefixWorker:
         self._overlap = overlap
         self._parameters = dict(module.named_parameters())
         self._weights = AwaitedWeights(network, chain, self._parameters)
+        self._buffers = Buffers(module)
+        self._awaited_buffers: tuple[str, str] | None = None
+        """Owner and tag of buffers that have not been received yet."""
+        self._seed = torch.initial_seed()
         self._chunks: list[Tensor] = []
         """Activations whose backward is to come."""
         self._departed: set[int] = set()
@@ -56,8 +64,14 @@ class PrefixWorker:
         self._index = mini_batch.index
         codec = schedule.codecs.get(tier, "none")
         self._chunks.clear()
+        self._receive_buffers()
+        self._buffers.mark()
+        depth = schedule.shares[tier].num_layers
+        draws = self._chain.draws_random_numbers(depth)
         for number, rows in enumerate(chunks_of(mini_batch, tier, self._chain)):
-            activations = self._run(mini_batch.batch, rows, schedule.shares[tier].num_layers, step)
+            seed = f"{self._seed}/{tier}/{mini_batch.index}/{number}"
+            with own_chance(seed) if draws else nullcontext():
+                activations = self._run(mini_batch.batch, rows, depth, step)
             self._chunks.append(activations)
             message = {
                 "activations": encode(activations, codec),
@@ -122,6 +136,9 @@ class PrefixWorker:
             if layer not in self._departed:
                 self._send_layer(layer, index, schedule)
         self._departed.clear()
+        if self._buffers:
+            changed = self._buffers.changed()
+            self._network.send(schedule.owner, buffers_tag(index), changed)
 
     @contextmanager
     def _departing(self, schedule: Schedule) -> Iterator[None]:
@@ -163,12 +180,21 @@ class PrefixWorker:
         """Notes that the new weights of the prefix are on their way; waits unless overlapping."""
         depth = schedule.shares[self._network.tier].num_layers
         self._weights.expect(index, schedule.owner, depth)
+        if self._buffers:
+            self._awaited_buffers = (schedule.owner, new_buffers_tag(index))
         if not self._overlap:
             self.settle()
 
     def settle(self) -> None:
         """Waits for weights that are on their way."""
         self._weights.settle()
+        self._receive_buffers()
+
+    def _receive_buffers(self) -> None:
+        if self._awaited_buffers is not None:
+            owner, tag = self._awaited_buffers
+            self._awaited_buffers = None
+            self._buffers.load(self._network.receive(owner, tag, operation="receive buffers"))
 
 
 def _leave(output: Tensor) -> Tensor:

@@ -51,31 +51,35 @@ class Replicas:
             elif tier != schedule.owner:
                 stale |= trainable
 
-    def bring(self, target: str, names: Iterable[str] | None = None) -> None:
+    def bring(
+        self, target: str, names: Iterable[str] | None = None, *, with_buffers: bool = False
+    ) -> None:
         """Brings weights of one tier up to date; all tiers call this together.
 
         Args:
             target: The tier.
             names: The parameters that it needs; `None` for all of them and the buffers.
+            with_buffers: Whether it needs the buffers also if it needs certain parameters only.
         """
+        with_buffers |= names is None
         missing = self._stale[target]
         wanted = missing if names is None else missing.intersection(names)
-        has_all = not wanted and (names is not None or target in self._with_buffers)
+        has_all = not wanted and (not with_buffers or target in self._with_buffers)
         if target == self.owner or has_all:
             return
         self._transfers += 1
         tag = f"weights/{self._transfers}"
         if self._network.tier == self.owner:
-            state = self._tensors(parameters=wanted, buffers=names is None)
+            state = self._tensors(parameters=wanted, buffers=with_buffers)
             self._network.send(target, tag, {name: x.detach().clone() for name, x in state.items()})
         elif self._network.tier == target:
             received = self._network.receive(self.owner, tag, operation="receive weights")
-            state = self._tensors(parameters=wanted, buffers=names is None)
+            state = self._tensors(parameters=wanted, buffers=with_buffers)
             with torch.no_grad():
                 for name, value in received.items():
                     state[name].copy_(value)
         self._stale[target] = missing - set(wanted)
-        if names is None:
+        if with_buffers:
             self._with_buffers.add(target)
 
     def move(self, value: Any, source: str, target: str) -> Any:

@@ -108,6 +108,16 @@ def weights_tag(index: int, layer: int) -> str:
     return f"{index}/weights/{layer}"
 
 
+def buffers_tag(index: int) -> str:
+    """Returns the tag of the buffers that a prefix worker has changed."""
+    return f"{index}/buffers"
+
+
+def new_buffers_tag(index: int) -> str:
+    """Returns the tag of the buffers that the owner returns."""
+    return f"{index}/buffers/new"
+
+
 def gradients_tag(index: int, layer: int) -> str:
     """Returns the tag of a layer's gradients of a mini-batch."""
     return f"{index}/gradients/{layer}"

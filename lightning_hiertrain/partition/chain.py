@@ -17,6 +17,8 @@ from enum import Enum
 
 import torch
 
+from lightning_hiertrain.partition.chance import BATCH_STATISTICS, MAYBE_RANDOM, RANDOM
+
 
 class Kind(Enum):
     """What a call depends on."""
@@ -122,7 +124,12 @@ class LayerChain:
     def takes_batch_statistics(self, num_layers: int) -> bool:
         """Tells whether the first `num_layers` layers normalise over the batch."""
         calls = self.calls[: self.layers[num_layers - 1].last_call + 1]
-        return any(call.name in ("batch_norm", "sync_batch_norm") for call in calls)
+        return any(call.name in BATCH_STATISTICS for call in calls)
+
+    def draws_random_numbers(self, num_layers: int) -> bool:
+        """Tells whether the first `num_layers` layers may draw random numbers."""
+        calls = self.calls[: self.layers[num_layers - 1].last_call + 1]
+        return any(call.name in RANDOM or call.name in MAYBE_RANDOM for call in calls)
 
     @property
     def signature(self) -> str:

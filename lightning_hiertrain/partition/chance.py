@@ -24,6 +24,9 @@ RANDOM = frozenset(
 )
 """Functions that draw random numbers (some only in training mode)."""
 
+BATCH_STATISTICS = frozenset(("batch_norm", "sync_batch_norm"))
+"""Functions that normalise over the batch."""
+
 # Where the `training` flag, or its like, stands among the positional arguments.
 _TRAINING_POSITION = {
     "dropout": 2, "dropout1d": 2, "dropout2d": 2, "dropout3d": 2, "alpha_dropout": 2,
@@ -33,6 +36,8 @@ _FILLED = frozenset(
     ("rand", "randn", "rand_like", "randn_like", "normal", "normal_", "uniform_", "exponential_")
 )
 _RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
+MAYBE_RANDOM = _RECURRENT | {"multi_head_attention_forward", "scaled_dot_product_attention"}
+"""Functions with a dropout of their own."""
 
 
 def call_without_chance(

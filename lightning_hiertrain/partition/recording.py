@@ -28,7 +28,7 @@ from lightning_hiertrain.partition.calls import (
     writes_first_argument,
 )
 from lightning_hiertrain.partition.chain import Kind
-from lightning_hiertrain.partition.chance import RANDOM, call_without_chance
+from lightning_hiertrain.partition.chance import BATCH_STATISTICS, RANDOM, call_without_chance
 
 
 @dataclass(kw_only=True)
@@ -162,7 +162,9 @@ class _Recorder(TorchFunctionMode):
         leaves = frozenset[int]().union(*(value.leaves for value in inputs))
         chance = name in RANDOM or any(value.chance for value in inputs)
         kinds = {value.kind for value in inputs}
-        if Kind.MAIN in kinds or (Kind.RAW in kinds and (parameters or chance)):
+        # Running statistics must take in each sample once, so the samples may not go there twice.
+        counts = chance or name in BATCH_STATISTICS
+        if Kind.MAIN in kinds or (Kind.RAW in kinds and (parameters or counts)):
             kind = Kind.MAIN
         else:
             kind = Kind.RAW if Kind.RAW in kinds else Kind.CONSTANT
