@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hiertrain.checks import (
     check_privacy,
@@ -76,11 +77,9 @@ def plan_and_adopt(session: Session, profile: Profile, settings: Settings) -> No
     session.expect_rates(profile)
     samples = session.mini_batch.schedule.batch_size
     schedule = _decided(session, lambda: _plan(session, profile, samples, settings))
-    log.info(
-        "schedule by policy %s, predicted step %.4g s\n%s",
-        settings.policy,
-        schedule.predicted_seconds or float("nan"),
-        schedule.grid(),
+    rank_zero_info(
+        f"HierTrain: schedule by policy {settings.policy}, predicted step "
+        f"{schedule.predicted_seconds:.4g} s\n{schedule.grid()}"
     )
     session.adopt(schedule)
 
