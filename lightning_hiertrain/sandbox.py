@@ -94,9 +94,10 @@ class Sandbox:
         with self._context():
             return step(batch, 0) if with_index else step(batch)
 
-    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(value, Tensor):
-            self._logged.append(value)
+    def _log(
+        self, name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any
+    ) -> None:
+        self._logged.append((value, batch_size))
 
 
 class _Attributes:

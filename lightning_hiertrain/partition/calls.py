@@ -54,6 +54,18 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def numbers_in(value: Any) -> Iterator[float]:
+    """Yields the plain numbers inside what a step returned, in the same way."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield float(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from numbers_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from numbers_in(item)
+
+
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     """Rebuilds arguments or results with `function` applied to each tensor; other leaves stay."""
     if isinstance(value, Tensor):

@@ -30,6 +30,7 @@ from lightning_hiertrain.partition.calls import (
     unrolled,
 )
 from lightning_hiertrain.partition.chain import Call, Kind, LayerChain, RowShape
+from lightning_hiertrain.partition.counts import counted, put_right
 from lightning_hiertrain.partition.rows import placeholder
 
 Tap = Callable[[Tensor], Tensor]
@@ -94,6 +95,9 @@ class Passage(TorchFunctionMode):
         }
         self._last = max(self._taps, default=-1)
         self._num_rows = num_rows
+        self._samples = max((*self._rows_behind.values(), num_rows))
+        self._joined = self._samples > num_rows
+        self._has_counted = False
         self._call = call
         self._next = 0
         self._raw: dict[int, _Raw] = {
@@ -122,10 +126,15 @@ class Passage(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._next > self._last:
-            return self._call(func, args, kwargs)
         func, iterated = unrolled(func)
         name = function_name(func)
+        rows = self._rows_of(args, kwargs)
+        if self._has_counted:
+            at_hand = max(self._num_rows, 1) if rows is None else rows
+            args, kwargs = put_right(args, at_hand), put_right(dict(kwargs), at_hand)
+        if self._next > self._last:
+            result = self._counted(name, args, kwargs, self._call(func, args, kwargs))
+            return iter(result) if iterated else result
         expected = self._chain.calls[self._next]
         if name != expected.name:
             result = self._call(func, args, kwargs)
@@ -134,16 +143,41 @@ class Passage(TorchFunctionMode):
                     f"torch call {self._next} of the step is `{name}`, it was `{expected.name}` "
                     f"when the model was traced. {_SAME_PATH}"
                 )
-            return result
+            return self._counted(name, args, kwargs, result)
         result = self._carry_out(expected, func, args, kwargs)
         if not returns_tensor(name, result):
-            return result
+            return self._counted(name, args, kwargs, result)
         index = self._next
         self._next += 1
         if index in self._taps:
             result = _changeable(self._taps[index](result))
             self._num_rows = self._rows_behind.get(index, self._num_rows)
         return iter(result) if iterated else result
+
+    def _rows_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+        """Returns how many rows of the batch are among the arguments; `None` for none."""
+        known = (self._raw.get(id(x)) for x in tensors_in((args, dict(kwargs))))
+        return next((raw.rows for raw in known if raw is not None), None)
+
+    def _counted(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> Any:
+        """Answers a question for the size of a tensor of the batch."""
+        if not self._joined or not args or id(args[0]) not in self._raw:
+            return result
+        raw = self._raw[id(args[0])]
+        answer = counted(
+            name,
+            args,
+            kwargs,
+            result,
+            dim=raw.dim,
+            rows=raw.rows,
+            samples=self._samples,
+            behind=self._next > self._last,
+        )
+        self._has_counted = self._has_counted or answer is not result
+        return answer
 
     def _carry_out(
         self, expected: Call, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -166,8 +200,7 @@ class Passage(TorchFunctionMode):
         self, expected: Call, result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Notes how many rows lie in what was made of the batch."""
-        made_of = (self._raw.get(id(x)) for x in tensors_in((args, dict(kwargs))))
-        rows = next((raw.rows for raw in made_of if raw is not None), None)
+        rows = self._rows_of(args, kwargs)
         for tensor, shape in zip(tensors_in(result), expected.outputs, strict=False):
             if rows is not None and shape is not None:
                 self._raw[id(tensor)] = _Raw(tensor, shape.dim, rows)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hiertrain.errors import TraceError
-from lightning_hiertrain.partition.calls import tensors_in
+from lightning_hiertrain.partition.calls import numbers_in, tensors_in
 from lightning_hiertrain.partition.chain import LayerChain, RowShape
 from lightning_hiertrain.partition.chance import call_without_chance
 from lightning_hiertrain.partition.isolation import in_double, same_buffers
@@ -46,7 +46,7 @@ Step = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a step returned, and digests of the gradients of its first tensor that has one."""
+    """What a step returned, also plain numbers, and digests of its first tensor's gradients."""
 
     values: list[Tensor]
     gradients: list[Tensor | None]
@@ -247,12 +247,14 @@ class _Check:
             handles.append(parameter.register_post_accumulate_grad_hook(hook))
         try:
             with same_buffers(self.module), torch.enable_grad():
-                values = list(tensors_in(run()))
+                result = run()
+                values = list(tensors_in(result))
                 root = next((value for value in values if value.requires_grad), None)
                 if root is not None:
                     # Through `backward`, which checkpointed segments need.
                     _weighted_sum(root).backward()
-                return _Outcome([value.detach().clone() for value in values], gradients)
+                numbers = [torch.tensor(x, dtype=torch.float64) for x in numbers_in(result)]
+                return _Outcome([*(x.detach().clone() for x in values), *numbers], gradients)
         finally:
             for handle in handles:
                 handle.remove()

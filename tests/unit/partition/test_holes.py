@@ -132,11 +132,58 @@ def test_a_length_of_the_batch_is_refused_where_all_lengths_are_alike():
 # Captured sizes.
 
 
-def test_a_batch_size_noted_early_drops_the_cuts_before_its_use():
+@pytest.mark.parametrize(
+    "note",
+    [
+        lambda x: x.shape[0],
+        lambda x: x.size(0),
+        lambda x: x.size(dim=0),
+        lambda x: x.size()[0],
+        lambda x: x.shape[:1][0],
+        lambda x: x.numel() // 8,
+        lambda x: 2 * x.view(-1, 2, 4).shape[0] // 2,
+    ],
+)
+def test_a_batch_size_noted_early_is_right_where_it_is_used(note):
+    """The owner sees its own rows of `x` when it notes the size, and none of the others'."""
+
     def step(module, batch):
         x, y = batch
-        n = x.shape[0]
+        n = note(x)
+        h = module.first(x).view(n, 6) + torch.zeros(n, 6) + torch.zeros((n, 1)).expand(n, 6)
+        loss = F.cross_entropy(module.third(h), y, reduction="sum") / n
+        return loss, n, n * 1.0, torch.tensor([n * 1.0])
+
+    names = cuts(Body(), step)
+    assert names[0] == "first"
+    assert names[-1] == "third"
+
+
+def test_a_batch_size_asked_for_at_the_end_is_that_of_the_mini_batch():
+    def step(module, batch):
+        x, y = batch
+        loss = F.cross_entropy(module(x), y)
+        return loss, torch.tensor([float(len(x)), x.shape[0], x.size(0), len(y)])
+
+    assert cuts(Body(), step) == PLAIN
+
+
+def test_a_length_noted_early_drops_the_cuts_before_its_use():
+    def step(module, batch):
+        x, y = batch
+        n = len(x)
         return F.cross_entropy(module(x), y, reduction="sum") / n
+
+    refused(Body(), step)
+
+
+def test_a_length_noted_early_and_logged_drops_the_cuts():
+    """As in `self.log(..., batch_size=n)`: the number weighs the means over an epoch."""
+
+    def step(module, batch):
+        x, y = batch
+        n = len(x)
+        return {"loss": F.cross_entropy(module(x), y), "batch_size": n}
 
     refused(Body(), step)
 
@@ -147,7 +194,7 @@ def test_the_first_cut_decides_what_the_owner_sees_of_the_batch():
 
     class Injected(Body):
         def forward(self, x):
-            self.n = x.shape[0]
+            self.n = len(x)
             h = self.second(self.first(x).relu() + x[:, :6]).relu()
             return self.third(h)
 
