@@ -75,11 +75,8 @@ def table(data: dict[str, Any]) -> str:
         cells = [f"{curve[rate]:.3g}" if rate in curve else "-" for rate in rates]
         lines.append(f"| {LABELS.get(name, name)} | " + " | ".join(cells) + " |")
     bounds = {float(rate): bound for rate, bound in data["lower_bound_seconds"].items()}
-    lines.append(
-        "| lower bound | "
-        + " | ".join(f"{bounds.get(rate, math.nan):.3g}" for rate in rates)
-        + " |"
-    )
+    cells = [f"{bounds[rate]:.3g}" if rate in bounds else "-" for rate in rates]
+    lines.append("| lower bound | " + " | ".join(cells) + " |")
     lines.append("")
     ours = found.get("overlap", {})
     for name, curve in found.items():

@@ -185,9 +185,10 @@ class Network:
             for other in self.config.names
         ]
         lines += [
-            f"10.78.{number}.{position} {end}-on-{link.name}"
+            f"{kind}10.78.{number}.{position} {end}-on-{link.name}"
             for number, link in enumerate(self.config.links, start=1)
             for position, end in enumerate(link.between, start=1)
+            for kind in ("", "::ffff:")  # as a socket for both versions of IP sees it
         ]
         (folder / "hosts").write_text("\n".join(lines) + "\n")
         (folder / "resolv.conf").write_text("")

@@ -19,6 +19,10 @@ from benchmarks.testbed.config import LEAST_QUOTA_SECONDS, TierConfig
 
 PROCS = "cgroup.procs"
 REMOVAL_SECONDS = 10.0
+TESTBED_SHARES = 8
+"""As how many processes a testbed counts when it and others of the machine want the CPU."""
+V1_SHARES, V2_WEIGHT = 1024, 100
+"""One process, in the units of `cpu.shares` and `cpu.weight`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +115,8 @@ class Quotas:
     def _add_v1(self, tier: TierConfig) -> Membership:
         cpu = self._controllers.cpu / self._name / tier.name
         cpu.mkdir(parents=True)
+        # All groups together would count as one process against others of this machine.
+        _write(cpu.parent / "cpu.shares", str(TESTBED_SHARES * V1_SHARES))
         quota, period = quota_and_period(tier.cores, self._period_seconds)
         _write(cpu / "cpu.cfs_period_us", str(period))
         _write(cpu / "cpu.cfs_quota_us", str(quota))
@@ -133,6 +139,7 @@ class Quotas:
             (group / name).mkdir(parents=True, exist_ok=True)
         for parent in (root, root / self._name, group):
             _write(parent / "cgroup.subtree_control", wanted)
+        _write(root / self._name / "cpu.weight", str(TESTBED_SHARES * V2_WEIGHT))
         if tier.memory_bytes is not None:
             _write(group / "memory.max", str(tier.memory_bytes))
         quota, period = quota_and_period(tier.cores, self._period_seconds)
