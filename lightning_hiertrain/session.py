@@ -27,6 +27,7 @@ from lightning_hiertrain.schedule import Schedule, Share
 from lightning_hiertrain.transport.collectives import Collectives
 from lightning_hiertrain.transport.lossless import unpack
 from lightning_hiertrain.transport.network import Network
+from lightning_hiertrain.transport.observing import Doing
 
 log = logging.getLogger(__name__)
 
@@ -252,7 +253,9 @@ class Session:
             What `backward` returned, `None` on other tiers.
         """
         if self.is_owner:
-            return backward(self._end_backward)
+            assert self._owner is not None
+            with self._owner.in_backward():
+                return backward(self._end_backward)
         assert self._prefix is not None
         assert self.schedule is not None
         sends = self.schedule if self._synchronises else None
@@ -274,19 +277,25 @@ class Session:
         assert self.mini_batch is not None
         assert self._owner is not None
         assert self._prefix is not None
-        index = self.mini_batch.index
+        index, observer = self.mini_batch.index, self.network.observer
 
         def whole_closure() -> Any:
             result = closure()
             self._exchange()
+            if observer is not None:
+                observer.begin(("optimizer", ""))
             return result
 
         if self.is_owner:
             with self.mirror.record(self.mini_batch.weight, surrounding=True) as recording:
-                result = step(whole_closure)
+                with Doing(self.network, "other"):
+                    result = step(whole_closure)
+                if observer is not None:
+                    observer.step_ended()
                 payload = recording.payload()
             self.calls.tell(f"{index}/update", payload)
-            self._owner.return_weights(index, self.schedule)
+            with Doing(self.network, "weights"):
+                self._owner.return_weights(index, self.schedule)
         else:
             result = whole_closure()
             self._prefix.forget()
@@ -295,6 +304,8 @@ class Session:
             )
             if self.tier in self.schedule.prefix_workers:
                 self._prefix.expect_weights(index, self.schedule)
+            if observer is not None:
+                observer.step_ended()
         self.replicas.stepped(self.schedule, self.chain)
         self._at_boundary = True
         self._step_seconds.append(time.perf_counter() - self._step_started)
@@ -333,11 +344,12 @@ class Session:
         assert self._owner is not None
         assert self._prefix is not None
         index, schedule = self.mini_batch.index, self.mini_batch.schedule
-        if self.is_owner:
-            self._owner.finish_backward()
-            self._owner.add_gradients(index, schedule)
-        elif self.tier in schedule.prefix_workers:
-            self._prefix.send_gradients(index, schedule)
+        with Doing(self.network, "gradients"):
+            if self.is_owner:
+                self._owner.finish_backward()
+                self._owner.add_gradients(index, schedule)
+            elif self.tier in schedule.prefix_workers:
+                self._prefix.send_gradients(index, schedule)
 
     def _switch(self, schedule: Schedule, optimizers: list[Optimizer], precision: Any) -> None:
         assert self.chain is not None

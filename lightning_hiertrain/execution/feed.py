@@ -14,6 +14,7 @@ from lightning_hiertrain.partition.views import filled, owner_leaves, prefix_lea
 from lightning_hiertrain.schedule import Schedule
 from lightning_hiertrain.transport.lossless import Packer, content_bytes, unpack
 from lightning_hiertrain.transport.network import Network
+from lightning_hiertrain.transport.observing import Doing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,8 @@ class Feed:
         )
         seen = None
         if message["batch"] is not None:
-            seen = [None if leaf is None else unpack(leaf) for leaf in message["leaves"]]
+            with Doing(self._network, "codec", "samples"):
+                seen = [None if leaf is None else unpack(leaf) for leaf in message["leaves"]]
         return self._with_own(mini_batch, message["batch"], seen, chain)
 
     def packed(
@@ -154,13 +156,14 @@ class Feed:
             For a message: `batch`, whose tensors are empty, and `leaves`.
         """
         rate = self.rate(tier)
-        return {
-            "batch": with_leaves(batch, [leaf.new_empty(0) for leaf in batch_leaves(batch)]),
-            "leaves": [
-                None if leaf is None else self._packer.pack(leaf, (purpose, position), rate)
-                for position, leaf in enumerate(leaves)
-            ],
-        }
+        with Doing(self._network, "codec", "samples"):
+            return {
+                "batch": with_leaves(batch, [leaf.new_empty(0) for leaf in batch_leaves(batch)]),
+                "leaves": [
+                    None if leaf is None else self._packer.pack(leaf, (purpose, position), rate)
+                    for position, leaf in enumerate(leaves)
+                ],
+            }
 
     def bytes_of_leaves(self, leaves: Sequence[Tensor], bytes_per_second: float) -> list[int]:
         """Returns how many bytes each tensor of a training batch takes on a way of that rate."""

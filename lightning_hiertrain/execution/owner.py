@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_hiertrain.execution.buffers import Buffers
 from lightning_hiertrain.execution.chunks import chunks_of
 from lightning_hiertrain.execution.feed import MiniBatch
+from lightning_hiertrain.execution.watching import OwnerWatch
 from lightning_hiertrain.execution.weights import (
     buffers_tag,
     gradients_tag,
@@ -30,6 +31,7 @@ from lightning_hiertrain.partition.rows import batch_leaves
 from lightning_hiertrain.schedule import Schedule
 from lightning_hiertrain.transport.codecs import decode, encode
 from lightning_hiertrain.transport.network import Network
+from lightning_hiertrain.transport.observing import Doing
 
 
 class Owner:
@@ -48,6 +50,8 @@ class Owner:
         self._buffers = Buffers(module)
         self._awaited: dict[str, _Awaited] = {}
         """What prefix workers still wait for, by worker."""
+        self._watch: OwnerWatch | None = None
+        """Of the mini-batch at hand, if somebody looks on."""
 
     def forward(self, mini_batch: MiniBatch, step: Callable[[Any], Any]) -> Any:
         """Runs the user's step on this tier's rows, joined at each cut by those that arrive there.
@@ -61,6 +65,10 @@ class Owner:
         """
         self._buffers.count(mini_batch)
         cuts = mini_batch.cuts
+        observer, self._watch = self._network.observer, None
+        if observer is not None:
+            depths = [depth for _, depth, _ in cuts]
+            self._watch = OwnerWatch(observer, self._chain, depths, mini_batch.owner_rows)
         passage: AbstractContextManager[Any] = nullcontext()
         if cuts:
             taps: dict[int, Tap] = {}
@@ -80,7 +88,10 @@ class Owner:
                 taps=taps,
                 rows_behind=behind,
             )
-        with passage:
+        watched = nullcontext() if self._watch is None else self._watch.mode
+        with Doing(self._network, "forward"), passage, watched:
+            if self._watch is not None:
+                self._watch.forward_from(0)
             output = step(mini_batch.batch)
         if isinstance(passage, Passage):
             passage.check_complete()
@@ -90,7 +101,10 @@ class Owner:
         self, workers: list[str], depth: int, mini_batch: MiniBatch, own: Tensor, *, alone: bool
     ) -> Tensor:
         parts = [] if alone else [own]
-        parts += [self._received(worker, depth, mini_batch, own.device) for worker in workers]
+        with Doing(self._network, "codec", "activations"):
+            parts += [self._received(worker, depth, mini_batch, own.device) for worker in workers]
+        if self._watch is not None:
+            self._watch.forward_from(depth)
         return parts[0] if len(parts) == 1 else torch.cat(parts, self._chain[depth - 1].output.dim)
 
     def _received(
@@ -113,6 +127,7 @@ class Owner:
             sizes = [shape.per_sample * (chunk.stop - chunk.start) for chunk in chunks]
             awaited = _Awaited(
                 index=mini_batch.index,
+                depth=depth,
                 codec=mini_batch.schedule.codecs.get(worker, "none"),
                 dim=shape.dim,
                 sizes=sizes,
@@ -129,9 +144,17 @@ class Owner:
         pieces: Sequence[Tensor | None] = [None] * len(awaited.sizes)
         if gradient is not None:
             pieces = torch.split(gradient.detach(), awaited.sizes, awaited.dim)
-        for number, piece in enumerate(pieces):
-            packed = None if piece is None else encode(piece, awaited.codec, stochastic=True)
-            self._network.send(worker, f"{awaited.index}/activation_gradients/{number}", packed)
+        with Doing(self._network, "codec", "activation gradients"):
+            for number, piece in enumerate(pieces):
+                packed = None if piece is None else encode(piece, awaited.codec, stochastic=True)
+                self._network.send(worker, f"{awaited.index}/activation_gradients/{number}", packed)
+        if gradient is not None and self._watch is not None:
+            self._watch.backward_from(awaited.depth)
+
+    def in_backward(self) -> Doing:
+        """Returns the context in which the loss is carried back."""
+        seen = self._watch is not None and self._watch.saw_end
+        return Doing(self._network, *(("loss", "backward") if seen else ("backward",)))
 
     def finish_backward(self) -> None:
         """Releases prefix workers whose activations turned out not to matter for the loss."""
@@ -196,6 +219,7 @@ class _Awaited:
     """The gradient of a prefix worker's activations, until backward has it."""
 
     index: int
+    depth: int
     codec: str
     dim: int
     sizes: list[int]

@@ -27,6 +27,7 @@ from lightning_hiertrain.partition.rows import batch_leaves, with_leaves
 from lightning_hiertrain.schedule import Schedule
 from lightning_hiertrain.transport.codecs import decode, encode
 from lightning_hiertrain.transport.network import Network
+from lightning_hiertrain.transport.observing import Doing
 
 
 class PrefixWorker:
@@ -70,14 +71,19 @@ class PrefixWorker:
         draws = self._chain.draws_random_numbers(depth)
         for number, rows in enumerate(chunks_of(mini_batch, tier, self._chain)):
             seed = f"{self._seed}/{tier}/{mini_batch.index}/{number}"
-            with own_chance(seed) if draws else nullcontext():
+            with own_chance(seed) if draws else nullcontext(), self._doing("forward", number):
                 activations = self._run(mini_batch.batch, rows, depth, step)
             self._chunks.append(activations)
-            message = {
-                "activations": encode(activations, codec),
-                "requires_grad": activations.requires_grad,
-            }
-            self._network.send(schedule.owner, f"{mini_batch.index}/activations/{number}", message)
+            with self._doing("codec", number):
+                message = {
+                    "activations": encode(activations, codec),
+                    "requires_grad": activations.requires_grad,
+                }
+                tag = f"{mini_batch.index}/activations/{number}"
+                self._network.send(schedule.owner, tag, message)
+
+    def _doing(self, what: str, chunk: int) -> Doing:
+        return Doing(self._network, what, f"chunk {chunk + 1}")
 
     def _run(self, batch: Any, rows: slice, num_layers: int, step: Callable[[Any], Any]) -> Tensor:
         leaves = [
@@ -108,17 +114,19 @@ class PrefixWorker:
         for number, activations in chunks:
             if not activations.requires_grad:
                 continue
-            packed = self._network.receive(
-                owner,
-                f"{self._index}/activation_gradients/{number}",
-                operation="receive the gradients of the activations",
-            )
-            if packed is None:
-                continue
-            gradient = decode(packed).to(activations.device)
+            with self._doing("codec", number):
+                packed = self._network.receive(
+                    owner,
+                    f"{self._index}/activation_gradients/{number}",
+                    operation="receive the gradients of the activations",
+                )
+                if packed is None:
+                    continue
+                gradient = decode(packed).to(activations.device)
             is_last = number == len(chunks) - 1
             departs = is_last and self._overlap and sends is not None
-            with self._departing(sends) if departs and sends else nullcontext():
+            departing = self._departing(sends) if departs and sends else nullcontext()
+            with departing, self._doing("backward", number):
                 torch.autograd.backward(activations, gradient)
 
     def forget(self) -> None:

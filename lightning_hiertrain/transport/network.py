@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
+from time import perf_counter
 from traceback import format_exception
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from lightning_hiertrain.transport.connect import Connector
 from lightning_hiertrain.transport.engine import Engine
 from lightning_hiertrain.transport.farewell import Farewell
 from lightning_hiertrain.transport.keys import check_private_key, check_tier_key, read_private_key
+from lightning_hiertrain.transport.observing import Observer
 from lightning_hiertrain.transport.peers import Peer, lost_error, timeout_error
 from lightning_hiertrain.transport.protocol import Protocol
 from lightning_hiertrain.transport.sockets import Channel
@@ -36,6 +38,7 @@ class Network:
         tier: The tier of this process.
         topology: Tiers and links.
         timeout_seconds: How long a wait lasts unless it is told otherwise.
+        observer: Who is told what is sent and waited for; `None` for nobody.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Network:
         self.tier = tier
         self.topology = topology
         self.timeout_seconds = timeout_seconds
+        self.observer: Observer | None = None
         self._silence_seconds = silence_seconds
         self._private_key = private_key
         self._run_id = run_id
@@ -245,6 +249,8 @@ class Network:
         """
         if tag.startswith("\0"):
             raise ValueError(f"the tag {tag!r} is reserved")
+        observer = self.observer
+        started = perf_counter() if observer is not None else 0.0
         engine, state, message = self._running(), self._peer(peer), encode(tag, value)
         small = message.total_bytes <= SMALL_BYTES if control is None else control
         channel, operation = Channel.CONTROL if small else Channel.DATA, f"send {tag}"
@@ -264,6 +270,8 @@ class Network:
                     self.timeout_seconds,
                     f"{state.queued_bytes[channel]} bytes wait to be sent",
                 )
+            if observer is not None:
+                observer.sent(peer, tag, message.total_bytes, started, perf_counter())
             engine.protocol.enqueue(state, message, channel)
         engine.wake()
 
@@ -285,6 +293,8 @@ class Network:
         """
         timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         operation = operation or f"receive {tag}"
+        observer = self.observer
+        started = perf_counter() if observer is not None else 0.0
         self._running()
         state = self._peer(peer)
 
@@ -301,6 +311,8 @@ class Network:
             message = state.inbox[tag].popleft()
             if not state.inbox[tag]:
                 del state.inbox[tag]
+        if observer is not None:
+            observer.received(peer, message, operation, started, perf_counter())
         return message.value()
 
     def poll(self, peer: str, tag: str) -> bool:

@@ -11,6 +11,7 @@ import json
 import math
 from collections import deque
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -52,6 +53,12 @@ class Message:
     header: Any
     """The skeleton that `pack` made."""
     tensors: list[torch.Tensor]
+    num_bytes: int = 0
+    """How long it was on the wire."""
+    began: float = 0.0
+    """When its first chunk arrived."""
+    arrived: float = 0.0
+    """When its last chunk arrived."""
 
     def value(self) -> Any:
         """Puts the value together."""
@@ -130,7 +137,8 @@ class Incoming:
         ):
             lengths = f"(a head of {head_bytes} in a message of {total_bytes} bytes)"
             raise MalformedError("impossible lengths", lengths)
-        self.missing_bytes = total_bytes
+        self.missing_bytes = self._total_bytes = total_bytes
+        self._began = perf_counter()
         self._tensor_bytes = total_bytes - head_bytes
         self._head = bytearray()
         self._head_bytes = head_bytes
@@ -166,6 +174,8 @@ class Incoming:
         """Returns the complete message."""
         assert self._message is not None
         assert not self.missing_bytes
+        self._message.num_bytes = self._total_bytes
+        self._message.began, self._message.arrived = self._began, perf_counter()
         return self._message
 
     def _allocate(self) -> Message:
