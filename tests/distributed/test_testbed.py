@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from benchmarks.testbed.config import read_config
+from benchmarks.testbed import set_rate
+from benchmarks.testbed.config import parse_config, read_config
 from benchmarks.testbed.network import namespaces_with
 from benchmarks.testbed.quota import find_controllers, groups_with
 from benchmarks.testbed.testbed import PREFIX, ROOT, MissingError, Testbed
@@ -117,3 +118,23 @@ def test_when_one_host_fails_the_others_are_ended(tmp_path, monkeypatch):
         "cloud": None,
     }
     assert not any(end.joined_quota for end in ended.values())
+
+
+@pytest.mark.timeout(120)
+def test_links_carry_what_was_asked_for_and_what_is_asked_for_later():
+    data = {
+        "tiers": [{"name": "low", "cores": 0.2}, {"name": "high", "cores": 0.2}],
+        "links": [{"between": ["low", "high"], "bandwidth_mbit": 4, "latency_ms": 15}],
+    }
+    with Testbed(parse_config(data)) as bed:
+        before = bed.calibrate().links["low-high"]
+        set_rate("low-high", 16, control=str(bed.folder / "control"))
+        after = bed.calibrate().links["low-high"]
+        with pytest.raises(RuntimeError, match="no link 'low-moon'"):
+            set_rate("low-moon", 1, control=str(bed.folder / "control"))
+
+    assert 0.03 <= before.round_trip_seconds < 0.06
+    for measured, mbit in ((before, 4), (after, 16)):
+        assert measured.nominal_bytes_per_second == mbit * 1e6 / 8
+        for rate in (measured.up_bytes_per_second, measured.down_bytes_per_second):
+            assert 0.75 * mbit < 8e-6 * rate < 1.05 * mbit
