@@ -6,18 +6,22 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install $(if $(CI),-qq)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs format clean
+.PHONY: help demo demo-alexnet test lint docs format clean
 
 help:
-	@echo "make demo   train LeNet-5 on CIFAR-10 images across three local tiers"
-	@echo "make test   lint, type check, documentation and tests: all that CI runs"
-	@echo "make docs   build the documentation into docs/_build/html"
-	@echo "make format let ruff rewrite the sources"
-	@echo "make clean  remove .venv and everything that was built"
+	@echo "make demo         train LeNet-5 on CIFAR-10 images across three local tiers"
+	@echo "make demo-alexnet train AlexNet at 224 x 224 the same way; takes longer"
+	@echo "make test         lint, type check, documentation and tests: all that CI runs"
+	@echo "make docs         build the documentation into docs/_build/html"
+	@echo "make format       let ruff rewrite the sources"
+	@echo "make clean        remove .venv and everything that was built"
 	@echo "PYTHON=python3.12 make ... picks the interpreter that makes .venv"
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/lenet_cifar10/demo.py
+
+demo-alexnet: $(VENV)/.installed-examples
+	$(BIN)/python examples/alexnet_imagenet/train.py fit --config examples/alexnet_imagenet/config.yaml
 
 test: lint docs
 	$(BIN)/python -m pytest
@@ -50,7 +54,12 @@ $(VENV)/.installed-demo: pyproject.toml | $(BIN)/python
 	$(PIP) --editable .
 	@touch $@
 
+$(VENV)/.installed-examples: pyproject.toml | $(BIN)/python
+	@echo "Installing what the examples need into $(VENV); PyTorch is large, this can take some minutes."
+	$(PIP) --editable ".[examples]"
+	@touch $@ $(VENV)/.installed-demo
+
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "Installing what the tests need into $(VENV); PyTorch is large, this can take some minutes."
 	$(PIP) --editable ".[dev]"
-	@touch $@ $(VENV)/.installed-demo
+	@touch $@ $(VENV)/.installed-examples $(VENV)/.installed-demo
