@@ -185,7 +185,7 @@ class Passage(TorchFunctionMode):
         if expected.kind is Kind.MAIN:
             if self._num_rows == 0 and expected.name == "__setitem__":
                 return None
-            if self._num_rows == 0 and len(expected.outputs) == 1:
+            if self._num_rows == 0 and len(expected.outputs) == 1 and expected.outputs[0]:
                 device = next(tensors_in((args, dict(kwargs)))).device
                 return _one_row(expected.outputs[0], device)
             if expected.reads_raw:
@@ -231,6 +231,5 @@ _SAME_PATH = (
 )
 
 
-def _one_row(shape: RowShape | None, device: torch.device) -> Tensor:
-    assert shape is not None
+def _one_row(shape: RowShape, device: torch.device) -> Tensor:
     return placeholder(shape.of(1), getattr(torch, shape.dtype), device)

@@ -24,7 +24,12 @@ from lightning_hiertrain.partition.chain import LayerChain, RowShape
 from lightning_hiertrain.partition.chance import call_without_chance
 from lightning_hiertrain.partition.isolation import in_double, same_buffers
 from lightning_hiertrain.partition.passage import CutReached, Passage, Tap
-from lightning_hiertrain.partition.rows import batch_leaves, repeat_rows, with_leaves
+from lightning_hiertrain.partition.rows import (
+    batch_leaves,
+    repeat_rows,
+    select_rows,
+    with_leaves,
+)
 from lightning_hiertrain.partition.views import filled, owner_leaves, prefix_leaves
 
 log = logging.getLogger(__name__)
@@ -58,16 +63,30 @@ def proven(
     """Returns the chain with only those cuts that divide the batch without changing the result.
 
     What the owner sees of the batch depends on its first cut, so that the cuts are proven in groups
-    with the same view, and then each group together with all cuts behind it.
+    with the same view, its deepest cut alone, so that the owner goes through all of the chain on
+    its own rows or on placeholders, and each group together with all cuts behind it.
     """
     wholes: dict[Any, _Outcome] = {}
 
-    def hold(depths: Sequence[int]) -> bool:
+    @functools.cache
+    def hold_turned(depths: tuple[int, ...], turn: int) -> bool:
         workers = dict.fromkeys(depths, 1 if len(depths) > 1 else 2)
         return all(
-            _Check(chain, step, module, batch, split, own, workers, wholes).holds()
+            _Check(chain, step, module, batch, split, own, turn, workers, wholes).holds()
             for own in (1, 0)
         )
+
+    def hold(depths: Sequence[int]) -> bool:
+        return hold_turned(tuple(depths), 0)
+
+    def holds_alone(depth: int) -> bool:
+        # Where the owner takes its own of all rows, samples may come in order (by length), and a
+        # cut must not rest on which of them is the owner's.
+        shared = any(
+            chain.is_read_before(i, depth) and chain.is_read_behind(i, depth)
+            for i in range(len(chain.leaf_shapes))
+        )
+        return all(hold_turned((depth,), turn) for turn in range(3 if shared else 1))
 
     def good(depths: Sequence[int]) -> list[int]:
         if not depths or hold(depths):
@@ -85,6 +104,8 @@ def proven(
     depths: list[int] = []
     for group in reversed(groups):
         proved = good(group)
+        while proved and not holds_alone(proved[-1]):
+            log.debug("the cut after layer %s does not hold alone", proved.pop())
         together = proved + depths
         if proved and (not depths or hold(together)):
             depths = together
@@ -126,13 +147,17 @@ class _Check:
     batch: Any
     split: Sequence[int]
     own: int
+    turn: int
+    """How many rows the batch is turned by."""
     workers: Mapping[int, int]
     wholes: dict[Any, _Outcome]
     """Outcomes of whole batches, kept from one check to the next."""
 
     def holds(self) -> bool:
         total = self.own + sum(self.workers.values())
-        rows = _distinct(repeat_rows(self.batch, self.split, total), self.split)
+        rows = repeat_rows(self.batch, self.split, total)
+        order = torch.arange(total).roll(-self.turn)
+        rows = _distinct(select_rows(rows, self.split, order), self.split)
         try:
             if self._agree(rows, total, _TOLERANCE):
                 return True
@@ -149,7 +174,7 @@ class _Check:
     def _agree(self, rows: Any, total: int, tolerance: float) -> bool:
         # The divided one first: it is where a wrong cut raises an error.
         divided = self._outcome(lambda: self._divided(_fresh(rows), total))
-        key = (total, self.own, tolerance)
+        key = (total, self.own, self.turn, tolerance)
         if key not in self.wholes:
             self.wholes[key] = self._outcome(lambda: self._whole(_fresh(rows)))
         whole = self.wholes[key]

@@ -14,7 +14,7 @@ ROW = re.compile(r"^\| (?P<model>[^|]+?) \| (?P<count>\d+) \|", re.MULTILINE)
 TABLE = {row["model"]: int(row["count"]) for row in ROW.finditer(PAGE.read_text())}
 
 # Small images: the number of cuts does not depend on their size.
-SIZES = {"alexnet": 64, "squeezenet1_1": 64}
+SIZES = {"alexnet": 64, "squeezenet1_1": 64, "swin_t": 28}
 ARGUMENTS = {
     "googlenet": {"init_weights": False},
     "googlenet, no auxiliary heads": {"init_weights": False, "aux_logits": False},

@@ -374,3 +374,51 @@ def test_a_batch_that_cannot_be_split_is_refused():
     module = nn.Linear(3, 2)
     with pytest.raises(TraceError, match="`dict` cannot be split into samples: it holds no tensor"):
         trace_step(lambda b: module(torch.ones(3)), module, {"text": "abc", "n": torch.tensor(3)})
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 5), nn.Linear(6, 4)
+        self.rnn = nn.LSTM(5, 6, batch_first=True)
+
+    def forward(self, x, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embedding(x), lengths, batch_first=True, enforce_sorted=False
+        )
+        h, _ = nn.utils.rnn.pad_packed_sequence(
+            self.rnn(packed)[0], batch_first=True, total_length=x.size(1)
+        )
+        return self.head(h.mean(1))
+
+
+@pytest.mark.parametrize("lengths", [[7, 5, 3, 2, 1, 1], [2, 7, 1, 5, 5, 3]])
+def test_packed_sequences_are_cut_around(lengths):
+    """Sorted lengths hid that a permutation of all rows is not one of the first rows."""
+    x, y = models.tokens()
+    batch = (x, torch.tensor(lengths), y[:, 0] % 4)
+    steps = Steps(Packed(), lambda m, b: F.cross_entropy(m(b[0], b[1]), b[2]), batch)
+    assert steps.names[0] == "embedding"
+    steps.batch = (x, torch.tensor([3, 1, 7, 2, 7, 4]), y[:, 0] % 4)
+    steps.check_every_cut()
+
+
+def test_experts_that_choose_their_samples_are_divided_without_own_rows():
+    """The rows of an expert depend on the data, so that there is no placeholder for them."""
+
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.gate, self.head = nn.Linear(8, 6), nn.Linear(6, 2), nn.Linear(6, 4)
+            self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+        def forward(self, x):
+            h = self.stem(x)
+            chosen, out = self.gate(h).argmax(1), torch.zeros_like(h)
+            for i, expert in enumerate(self.experts):
+                out[chosen == i] = expert(h[chosen == i])
+            return self.head(out)
+
+    steps = Steps(Experts(), models.classify, models.vectors())
+    assert steps.names == ["stem", "head"]
+    steps.check_every_cut()
