@@ -7,16 +7,17 @@ import os
 import torch
 
 from lightning_hiertrain import HierTrainStrategy
-from lightning_hiertrain.meeting import connect
+from lightning_hiertrain.meeting import meet, open_links
 
 
 def send_and_end(megabytes: int) -> int | None:
     """The first tier ends as soon as it has sent; the second tells how many bytes it got."""
     rank = int(os.environ["LOCAL_RANK"])
-    strategy = HierTrainStrategy(tiers=("device", "edge"), timeout_seconds=30)
-    network, _ = connect(
-        strategy._settings, rank=rank, is_one_machine=True, main_port=int(os.environ["MASTER_PORT"])
+    settings = HierTrainStrategy(tiers=("device", "edge"), timeout_seconds=30)._settings
+    network = open_links(
+        settings, rank=rank, is_one_machine=True, main_port=int(os.environ["MASTER_PORT"])
     )
+    meet(network, settings, rank)
     if rank == 0:
         network.send("edge", "weights", torch.ones(megabytes << 20, dtype=torch.uint8))
         return None
