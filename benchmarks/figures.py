@@ -108,7 +108,7 @@ def draw(data: dict[str, Any], output: Path) -> list[Path]:
 
     output.mkdir(parents=True, exist_ok=True)
     title = f"{TITLES[data['model']]}, mini-batch of {data['batch_size']}"
-    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    figure = Figure(figsize=(8, 4.4), layout="constrained")
     axes = figure.add_subplot()
     for name, curve in curves(data).items():
         color, marker = CURVES[name]
@@ -125,8 +125,9 @@ def draw(data: dict[str, Any], output: Path) -> list[Path]:
     )
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize="small", ncols=2)
+    figure.legend(fontsize="small", loc="outside right upper")
     sweep = output / f"{data['model']}_bandwidth.png"
     figure.savefig(sweep, dpi=150)
 

@@ -132,7 +132,7 @@ class Sweep:
         path = wanted.reuse
         if path is None:
             rates = [f"{rate:g}" for rate in self._rates()]
-            options = ["--profile", "--rates", *rates, "--steps", "1", "--warm-up", "1"]
+            options = ["--profile", "--rates", *rates, "--steps", "0"]
             options += ["--profile-steps", str(wanted.profile_steps)]
             options += ["--profile-seconds", str(wanted.profile_seconds)]
             path = self._start("hiertrain", options) / "profile.json"

@@ -4,8 +4,9 @@
     … -- python -m benchmarks.workloads.hiertrain --cases cases.json   time given schedules
     … -- python -m benchmarks.workloads.hiertrain --plain              Lightning alone, on rank 0
 
-A case is `{"name": …, "schedule": {…}, "rates_mbit": {"edge-cloud": 10}}`. The first form writes
-`profile.json`, with the links as measured at each of `--rates`; all write `hiertrain.json`.
+A case is `{"name": …, "schedule": {…}, "rates_mbit": {"edge-cloud": 10}}`. All write
+`hiertrain.json`, the first form `profile.json` too, with the links as measured at each of
+`--rates`; with `--steps 0` it ends there.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ class Timer(L.Callback):
 
     def _is_in_force(self, trainer: L.Trainer) -> bool:
         wanted = self._cases[self._at].get("schedule")
-        if wanted is None or Schedule.from_dict(wanted) == trainer.strategy.schedule:
+        strategy: Any = trainer.strategy
+        if wanted is None or Schedule.from_dict(wanted) == strategy.schedule:
             return True
         self._waited += 1
         if self._waited > SWITCH_STEPS:
@@ -148,7 +150,8 @@ class Timer(L.Callback):
         case = self._cases[self._at]
         self._warm, self._counted, self._to_count, self._waited = [], [], None, 0
         if self._at and case.get("schedule") is not None:
-            trainer.strategy.session.adopt(Schedule.from_dict(case["schedule"]))
+            strategy: Any = trainer.strategy
+            strategy.session.adopt(Schedule.from_dict(case["schedule"]))
         if trainer.is_global_zero:
             for link, mbit in case.get("rates_mbit", {}).items():
                 set_rate(link, mbit)
@@ -174,7 +177,7 @@ class Timer(L.Callback):
 
     def _measure_links(self, trainer: L.Trainer) -> None:
         """Measures the links at each rate and keeps them with the profile."""
-        strategy = trainer.strategy
+        strategy: Any = trainer.strategy
         profile = strategy.profile
         assert profile is not None
         links = {}
@@ -196,7 +199,10 @@ class Timer(L.Callback):
             data = {"profile": profile.to_dict(), "links_by_rate_mbit": links}
             records.write("profile.json", {**self._head, **data})
             _say(f"profile of {len(profile.layers)} layers, links at {list(links)} Mbit/s")
-        self._prepare(trainer)
+        if self._protocol.steps:
+            self._prepare(trainer)
+        else:
+            trainer.should_stop = True
 
 
 def _agreed(trainer: L.Trainer, value: Any) -> Any:
@@ -223,7 +229,7 @@ def main() -> None:
     _quieten()
     if parsed.plain and os.environ.get("NODE_RANK", "0") != "0":
         return
-    cases = [{"name": "plain" if parsed.plain else parsed.policy}]
+    cases: list[dict[str, Any]] = [{"name": "plain" if parsed.plain else parsed.policy}]
     if parsed.cases is not None:
         cases = records.read_cases(parsed.cases)
     strategy: Any = "auto"

@@ -66,8 +66,8 @@ def make_batches(model: str, pixels: str, batch_size: int) -> list[Batch]:
     arrays, labels = module.load_subset()["train"]
     batches = []
     for number in range(NUM_BATCHES[model]):
-        rows = range(number * batch_size, (number + 1) * batch_size)
-        rows = [row % len(labels) for row in rows]
+        first = number * batch_size
+        rows = [row % len(labels) for row in range(first, first + batch_size)]
         images = torch.from_numpy(arrays[rows]).permute(0, 3, 1, 2)
         size = (IMAGE_SIZES[model],) * 2
         if images.shape[2:] != size:
