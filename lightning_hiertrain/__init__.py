@@ -7,6 +7,7 @@ from lightning_hiertrain.planning import lower_bound, plan, predict
 from lightning_hiertrain.profiles import Profile
 from lightning_hiertrain.schedule import Schedule, Share
 from lightning_hiertrain.strategy import HierTrainStrategy
+from lightning_hiertrain.timeline_callback import TimelineCallback
 from lightning_hiertrain.topology import Link, Tier, Topology
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Schedule",
     "Share",
     "Tier",
+    "TimelineCallback",
     "Topology",
     "lower_bound",
     "plan",

@@ -1,4 +1,4 @@
-"""The `hiertrain` command: plan, sweep, show, keys. Needs no training process.
+"""The `hiertrain` command: plan, sweep, show, timeline, keys. Needs no training process.
 
 A wrong file, format or unit ends it with one line on the standard error and exit status 2.
 """
@@ -26,6 +26,7 @@ from lightning_hiertrain.reports import (
     topology_report,
 )
 from lightning_hiertrain.schedule import Schedule
+from lightning_hiertrain.timeline.command import show_timeline
 from lightning_hiertrain.topology import Topology, read_json
 from lightning_hiertrain.units import format_bandwidth, format_seconds, parse_bandwidth
 
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "plan": _plan,
         "sweep": _sweep,
         "show": _show,
+        "timeline": _timeline,
         "keys": _keys,
     }
     try:
@@ -91,6 +93,14 @@ def _parser() -> ArgumentParser:
     command.add_argument("file", type=str)
     command.add_argument("--batch_size", type=int, default=128, help="for a profile's times")
     commands.add_subcommand("show", command, help="print a profile, schedule or topology")
+
+    command = _command("Says where the time of recorded training steps went.")
+    command.add_argument("file", type=str, help="what `TimelineCallback` has written")
+    command.add_argument("--step", type=int | None, default=None, help="one step; else their mean")
+    command.add_argument("--profile", type=str, help="profile file, to predict from another one")
+    command.add_argument("--trace", type=str, help="file for a trace, for Perfetto or Chrome")
+    command.add_argument("--plot", type=str, help="file for the picture, .png, .svg or .pdf")
+    commands.add_subcommand("timeline", command, help="show where a training step's time went")
 
     command = _command("Makes a key pair for each tier and puts the public keys into the file.")
     command.add_argument("topology", type=str)
@@ -296,6 +306,16 @@ def _show(arguments: Namespace) -> str:
     raise ValueError(
         f"{arguments.file} is not a profile, schedule or topology: it has none of the fields "
         "'layers', 'shares' and 'tiers'"
+    )
+
+
+def _timeline(arguments: Namespace) -> str:
+    return show_timeline(
+        arguments.file,
+        step=arguments.step,
+        profile=arguments.profile,
+        trace=arguments.trace,
+        plot=arguments.plot,
     )
 
 

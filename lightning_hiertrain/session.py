@@ -95,6 +95,16 @@ class Session:
         return self.schedule.owner if self.schedule is not None else self.data_tier
 
     @property
+    def overlaps(self) -> bool:
+        """Whether transfers overlap with computation."""
+        return self._overlap
+
+    @property
+    def changes_schedule(self) -> bool:
+        """Whether another schedule is about to be put in force."""
+        return self._pending is not None
+
+    @property
     def evaluator(self) -> str:
         """The tier that runs the steps of validation, test and prediction."""
         return self.data_tier if self.keeps_inputs else self.owner

@@ -249,9 +249,9 @@ class Network:
         """
         if tag.startswith("\0"):
             raise ValueError(f"the tag {tag!r} is reserved")
+        engine, state, message = self._running(), self._peer(peer), encode(tag, value)
         observer = self.observer
         started = perf_counter() if observer is not None else 0.0
-        engine, state, message = self._running(), self._peer(peer), encode(tag, value)
         small = message.total_bytes <= SMALL_BYTES if control is None else control
         channel, operation = Channel.CONTROL if small else Channel.DATA, f"send {tag}"
 

@@ -25,7 +25,7 @@ class Observer(Protocol):
             peer: The tier that gets it.
             tag: Its tag.
             num_bytes: Its length.
-            started: When it was handed over.
+            started: When it was ready to be queued.
             queued: When there was room for it.
         """
 
