@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
 from lightning_hiertrain.execution import DealtBatch, Feed, MiniBatch, Owner, PrefixWorker, Replicas
+from lightning_hiertrain.execution.settings import TrainedSettings
 from lightning_hiertrain.mirror import Mirror
 from lightning_hiertrain.mirrored_calls import MirroredCalls
 from lightning_hiertrain.partition.chain import LayerChain
@@ -78,8 +79,13 @@ class Session:
         self._synchronises = True
         self._exchanged = False
         self._at_boundary = True
+        self._optimizers: list[Optimizer] = []
+        self.weights_may_change = False
+        """Whether hooks may change weights between steps."""
         self._step_started = 0.0
         self._step_seconds: list[float] = []
+        self._steps = 0
+        """Updates under the schedule in force."""
 
     @property
     def tier(self) -> str:
@@ -166,8 +172,10 @@ class Session:
             precision: The precision plugin, whose state moves likewise.
         """
         assert self.chain is not None
+        self._optimizers = optimizers
         if self._at_boundary:
             self._step_started = time.perf_counter()
+            self._spread_changes()
             if self._pending is not None:
                 self._switch(self._pending, optimizers, precision)
                 self._pending = None
@@ -297,27 +305,31 @@ class Session:
             return result
 
         if self.is_owner:
+            settings = TrainedSettings(self.module, self._optimizers)
             with self.mirror.record(self.mini_batch.weight, surrounding=True) as recording:
                 with Doing(self.network, "other"):
                     result = step(whole_closure)
                 if observer is not None:
                     observer.step_ended()
                 payload = recording.payload()
-            self.calls.tell(f"{index}/update", payload)
+            self.calls.tell(f"{index}/update", {**payload, "settings": settings.changed()})
             with Doing(self.network, "weights"):
                 self._owner.return_weights(index, self.schedule)
         else:
             result = whole_closure()
             self._prefix.forget()
-            self.mirror.replay(
-                self.network.receive(self.owner, f"{index}/update", operation="end its update")
+            payload = self.network.receive(
+                self.owner, f"{index}/update", operation="end its update"
             )
+            self.mirror.replay(payload)
+            TrainedSettings(self.module, self._optimizers).adopt(payload["settings"])
             if self.tier in self.schedule.prefix_workers:
                 self._prefix.expect_weights(index, self.schedule)
             if observer is not None:
                 observer.step_ended()
         self.replicas.stepped(self.schedule, self.chain)
         self._at_boundary = True
+        self._steps += 1
         self._step_seconds.append(time.perf_counter() - self._step_started)
         return result
 
@@ -332,13 +344,32 @@ class Session:
 
     # States
 
-    def bring_weights_everywhere(self) -> None:
-        """Gives all tiers the newest weights and buffers."""
+    def bring_weights(self, *tiers: str) -> None:
+        """Gives tiers the newest weights and buffers; all tiers call this together."""
         self.settle()
-        for tier in self.network.topology.names:
+        if self.weights_may_change:
+            self.replicas.trust_owner_only()
+        for tier in tiers:
             self.replicas.bring(tier)
 
+    def bring_weights_everywhere(self) -> None:
+        """Gives all tiers the newest weights and buffers."""
+        self.bring_weights(*self.network.topology.names)
+
     # Inside
+
+    def _spread_changes(self) -> None:
+        """Gives the prefix workers the weights that hooks have changed since the update."""
+        if not self.weights_may_change or self._steps == 0:
+            return
+        assert self._owner is not None
+        assert self._prefix is not None
+        tag = self.calls.tag("changed weights")
+        if self.is_owner:
+            self.calls.tell(tag, self._owner.edited())
+        else:
+            edited = self.network.receive(self.owner, tag, operation="receive changed weights")
+            self._prefix.correct(edited)
 
     def _end_backward(self) -> None:
         assert self._owner is not None
@@ -364,6 +395,8 @@ class Session:
     def _switch(self, schedule: Schedule, optimizers: list[Optimizer], precision: Any) -> None:
         assert self.chain is not None
         self.settle()
+        if self.weights_may_change:
+            self.replicas.trust_owner_only()
         old, new = self.replicas.owner, schedule.owner
         self.replicas.bring(new)
         for worker in schedule.prefix_workers:
@@ -386,5 +419,6 @@ class Session:
         self.replicas.owner = new
         self.schedule = schedule
         self._step_seconds.clear()
+        self._steps = 0
         for parameter in self.module.parameters():
             parameter.grad = None

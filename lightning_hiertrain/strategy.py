@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_hiertrain.callbacks import ProfilingCallback
 from lightning_hiertrain.checks import check_module, check_trainer
+from lightning_hiertrain.execution.settings import TrainedSettings
 from lightning_hiertrain.launching import Launcher
 from lightning_hiertrain.lookahead import LookAhead, batch_size
 from lightning_hiertrain.meeting import meet, open_links, tell
@@ -38,6 +39,7 @@ from lightning_hiertrain.settings import Settings
 from lightning_hiertrain.tier_processes import TierProcesses
 from lightning_hiertrain.topology import Topology
 from lightning_hiertrain.transport.collectives import Collectives
+from lightning_hiertrain.user_hooks import BringWeights, UserHooks
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +147,8 @@ class HierTrainStrategy(TierProcesses):
         self._remote_data: RemoteData | None = None
         self._lookahead: LookAhead | None = None
         self._weight: int | None = None
+        self._hooks: UserHooks | None = None
+        self._bring_weights = BringWeights(lambda: self.session)
 
     # What is in force
 
@@ -222,6 +226,10 @@ class HierTrainStrategy(TierProcesses):
         )
         self._remote_data.install()
         self._lookahead = LookAhead(trainer, module)
+        self._hooks = UserHooks(trainer, module)
+        self._session.weights_may_change = self._hooks.change_weights
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._bring_weights.attach(trainer, self._hooks)
         if trainer.state.fn == TrainerFn.FITTING and self._settings.measures and not self._profile:
             self._profiling.attach(trainer)
 
@@ -359,11 +367,17 @@ class HierTrainStrategy(TierProcesses):
     def _run_hook(
         self, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        run = functools.partial(original, *args, **kwargs)
         session, module = self.session, self.lightning_module
-        evaluates = module is not None and not module.trainer.training
-        leader = session.evaluator if evaluates else session.owner
-        return session.calls.run_on(leader, run, None, f"end the hook `{name}`")
+        assert module is not None
+        settings = TrainedSettings(module, self.optimizers)
+
+        def run() -> tuple[Any, Any]:
+            return original(*args, **kwargs), settings.changed()
+
+        leader = session.owner if module.trainer.training else session.evaluator
+        output, changed = session.calls.run_on(leader, run, None, f"end the hook `{name}`")
+        settings.adopt(changed)
+        return output
 
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -384,7 +398,8 @@ class HierTrainStrategy(TierProcesses):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """A context in which gradients add up on each tier and are not exchanged."""
-        self.session.accumulate(True)
+        # Who looks at gradients after a backward shall see those of the whole mini-batch.
+        self.session.accumulate(self._hooks is None or not self._hooks.read_gradients)
         try:
             yield
         finally:
@@ -415,7 +430,7 @@ class HierTrainStrategy(TierProcesses):
         """Returns the newest weights on rank 0, nothing elsewhere; all call it together."""
         self.session.settle()
         if not self._is_interrupted:
-            self.session.replicas.bring(self._tier_of_rank[0])
+            self.session.bring_weights(self._tier_of_rank[0])
         return super().lightning_module_state_dict() if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -473,6 +488,7 @@ class HierTrainStrategy(TierProcesses):
         if self._session is not None:
             self._session.mirror.close()
         self._profiling.detach()
+        self._bring_weights.detach()
         if self._remote_data is not None:
             self._remote_data.restore()
         super().teardown()

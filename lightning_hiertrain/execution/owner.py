@@ -48,6 +48,8 @@ class Owner:
         self._chain = chain
         self._parameters = dict(module.named_parameters())
         self._buffers = Buffers(module)
+        self._returned: dict[str, Tensor] = {}
+        """The weights that prefix workers have received, as they were then."""
         self._awaited: dict[str, _Awaited] = {}
         """What prefix workers still wait for, by worker."""
         self._watch: OwnerWatch | None = None
@@ -196,13 +198,26 @@ class Owner:
         for worker in schedule.prefix_workers if self._buffers else ():
             buffers = self._buffers.shared_with(worker)
             self._network.send(worker, new_buffers_tag(index), buffers)
+        self._returned.clear()
         for worker, layer in self._exchanged(schedule):
-            weights = {
-                name: self._parameters[name].detach().clone()
-                for name in self._chain[layer - 1].parameters
-                if self._parameters[name].requires_grad and self._parameters[name].grad is not None
-            }
+            weights = {}
+            for name in self._chain[layer - 1].parameters:
+                parameter = self._parameters[name]
+                if name not in self._returned and parameter.requires_grad:
+                    if parameter.grad is None:
+                        continue
+                    self._returned[name] = parameter.detach().clone()
+                if name in self._returned:
+                    weights[name] = self._returned[name]
             self._network.send(worker, weights_tag(index, layer), weights)
+
+    def edited(self) -> dict[str, Tensor]:
+        """Returns those weights that have changed since prefix workers received them."""
+        return {
+            name: self._parameters[name].detach().clone()
+            for name, value in self._returned.items()
+            if not torch.equal(self._parameters[name], value)
+        }
 
     def _exchanged(self, schedule: Schedule) -> list[tuple[str, int]]:
         """Returns which layers' parameters go between it and which prefix worker, by layer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -192,6 +192,20 @@ class PrefixWorker:
             self._awaited_buffers = (schedule.owner, new_buffers_tag(index))
         if not self._overlap:
             self.settle()
+
+    def correct(self, edited: Mapping[str, Tensor]) -> None:
+        """Takes over what the owner has made of the weights since it returned them.
+
+        What has been made of them here meanwhile, by a hook that runs on every tier, is undone.
+
+        Args:
+            edited: What `Owner.edited` returned.
+        """
+        self.settle()
+        with torch.no_grad():
+            for name, value in {**self._weights.received, **edited}.items():
+                if name in self._weights.received:
+                    self._parameters[name].copy_(value)
 
     def settle(self) -> None:
         """Waits for weights that are on their way."""

@@ -98,6 +98,14 @@ class Replicas:
             return self._network.receive(source, tag, operation="receive a state")
         return None
 
+    def trust_owner_only(self) -> None:
+        """Notes that weights and buffers may be others than after the last update."""
+        names = {name for name, _ in self._module.named_parameters()}
+        for tier, stale in self._stale.items():
+            if tier != self.owner:
+                stale |= names
+        self._with_buffers = {self.owner}
+
     def all_are_equal(self) -> None:
         """Notes that all tiers have the same weights, for example those of a checkpoint."""
         for stale in self._stale.values():

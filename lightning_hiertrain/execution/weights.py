@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hiertrain.partition.calls import Function, tensors_in
@@ -31,6 +31,8 @@ class AwaitedWeights:
         self._parameters = parameters
         self._awaited: dict[int, tuple[str, str]] = {}
         """Owner and tag by layer."""
+        self.received: dict[str, Tensor] = {}
+        """The weights of the last update that have arrived."""
         self._layer_of: dict[int, int] = {}
         """The awaited layer of a parameter, by the parameter's identity."""
 
@@ -46,6 +48,7 @@ class AwaitedWeights:
             num_layers: How many layers.
         """
         self.settle()
+        self.received.clear()
         for layer in layers_with_parameters(self._chain, num_layers):
             self._awaited[layer] = (owner, weights_tag(index, layer))
             for name in self._chain[layer - 1].parameters:
@@ -77,6 +80,7 @@ class AwaitedWeights:
         with torch.no_grad():
             for name, weight in weights.items():
                 self._parameters[name].copy_(weight)
+        self.received.update(weights)
         if not self._awaited:
             self._layer_of.clear()
 

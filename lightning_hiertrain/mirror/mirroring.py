@@ -34,17 +34,22 @@ OWNER_HOOKS = (
         for stage in ("train", "validation", "test", "predict")
         for event in ("batch_start", "batch_end", "epoch_end", "end")
     ),
+    *(
+        f"on_{stage}_{event}"
+        for stage in ("validation", "test", "predict")
+        for event in ("start", "epoch_start")
+    ),
     "on_before_zero_grad",
 )
 """LightningModule hooks that run on the owner alone.
 
-They are called once a batch exists and may use the batch, or what a step left in the module;
-neither is whole elsewhere. `on_before_zero_grad` is the usual place for a moving average of the
-weights, and only the owner has all of them. Hooks that come before any batch (`setup`,
-`configure_*`, `on_*_start`, `on_*_epoch_start`) run everywhere. Those that the precision plugin
-calls (`on_before_backward`, `on_after_backward`, `on_before_optimizer_step`,
-`configure_gradient_clipping`) run on the owner alone by themselves: record around its optimizer
-step.
+They may use the batch or what a step left in the module, and neither is whole elsewhere.
+`on_before_zero_grad` is the usual place for a moving average of the weights, and only the owner has
+all of them. Weights that are swapped in for a validation are swapped out where it ends. Hooks that
+come before training (`setup`, `configure_*`, `on_fit_start`, `on_train_start`) run everywhere, and
+so does `on_train_epoch_start`. Those that the precision plugin calls (`on_before_backward`,
+`on_after_backward`, `on_before_optimizer_step`, `configure_gradient_clipping`) run on the owner
+alone by themselves: record around its optimizer step.
 """
 
 _RunHook = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
