@@ -51,6 +51,8 @@ class Peer:
     """Why it can no longer be reached."""
     culprit: str | None = None
     """The tier whose failure made it fail; `lost` then tells what happened there."""
+    through: str = ""
+    """How the culprit's failure came to be this one's."""
     inbox: defaultdict[str, deque[Message]] = field(default_factory=lambda: defaultdict(deque))
     queued_bytes: dict[Channel, int] = field(default_factory=lambda: dict.fromkeys(Channel, 0))
     queued_messages: int = 0
@@ -146,9 +148,9 @@ def lost_error(
     failed, reason = peer.culprit or peer.name, str(peer.lost)
     if failed == tier:
         failed, reason = peer.name, f"it ended because of tier {tier!r}: {reason}"
-    via = "" if failed == peer.name else f", as tier {peer.name!r} reports"
+    through = "" if failed == peer.name else f", {peer.through}"
     return PeerLostError(
-        f"tier {tier!r} lost tier {failed!r} during {operation!r}{limit}{via}: {reason}",
+        f"tier {tier!r} lost tier {failed!r} during {operation!r}{limit}{through}: {reason}",
         tier=tier,
         peer=failed,
         operation=operation,

@@ -199,7 +199,8 @@ class Protocol:
                 peer.closing_at = int(value)
             elif message.tag == ABORT:
                 culprit, reason = value["culprit"], value["reason"]
-                peer.culprit = culprit if culprit in self.topology.names else None
+                if culprit in self.topology.names:
+                    peer.culprit, peer.through = culprit, f"as tier {peer.name!r} reports"
                 self.lose(peer, reason if peer.culprit else f"it ended with an error:\n{reason}")
             else:
                 gone = self.peers[value["tier"]]
@@ -356,4 +357,5 @@ class Protocol:
             self._changed.notify_all()
         for other in self._living():
             if peer.name in other.route:
-                self.lose(other, f"tier {peer.name!r}, which relays to it, is gone: {reason}")
+                other.culprit, other.through = peer.name, f"which relays to tier {other.name!r}"
+                self.lose(other, reason)
