@@ -188,14 +188,14 @@ class Session:
             mini_batch, self._ahead = self._ahead, None
             if not batch.was_dealt or mini_batch is None or mini_batch.schedule != self.schedule:
                 mini_batch = self._deal(batch)
-            self.calls.tell(tag, mini_batch.index)
+            self.calls.tell(tag, self._feed.announcement(mini_batch))
             following = next_batch() if self._overlap else None
             if following is not None:
                 self._ahead = self._deal(following)
         else:
             operation = "receive the number of a mini-batch"
-            index = self.network.receive(self.data_tier, tag, operation=operation)
-            mini_batch = self._feed.receive(index, self.schedule, self.chain)
+            announcement = self.network.receive(self.data_tier, tag, operation=operation)
+            mini_batch = self._feed.receive(announcement, self.schedule, self.chain)
             mini_batch = replace(mini_batch, batch=self.placed(mini_batch.batch))
         self.mini_batch = mini_batch
         return mini_batch
@@ -300,7 +300,7 @@ class Session:
         def whole_closure() -> Any:
             result = closure()
             self._exchange()
-            if observer is not None:
+            if observer is not None and self.is_owner:
                 observer.begin(("optimizer", ""))
             return result
 

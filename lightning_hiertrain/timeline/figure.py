@@ -15,7 +15,7 @@ from lightning_hiertrain.timeline.data import (
     Timeline,
     Transfer,
 )
-from lightning_hiertrain.timeline.summary import united
+from lightning_hiertrain.timeline.summary import SMALL_BYTES, united
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,11 +37,14 @@ _TRANSFER_COLOURS = {
     "activation gradients": "#f7c08a",
     "gradients": "#d9534f",
     "weights": "#8fce98",
-    "control": "#9a9a9a",
+    "control": "#444444",
 }
 _WAIT_COLOURS = {WAITING_FOR_TIER: "#9a9a9a", WAITING_FOR_LINK: "#d9534f"}
 _SHORT = {"activation gradients": "act. gradients", "waiting for tier": "waiting for a tier"}
 _ROW_INCHES, _MARGIN_INCHES, _WIDTH_INCHES = 0.32, 0.75, 11.0
+_HIGH, _LOW, _THIN = (-0.12, 0.5), (0.29, 0.24), (0.29, 0.08)
+"""Place and height of a bar in a link's row: what this step needs, the next mini-batch, small
+messages."""
 _FEWEST_POINTS_A_LETTER = 4.6
 """A word is written into a bar that is at least that wide."""
 
@@ -184,35 +187,46 @@ class _Panel:
     def _draw_transfers(
         self, axes: Axes, transfers: list[Transfer], what: str, start: float
     ) -> None:
-        stretches: dict[str, list[tuple[float, float]]] = {}
+        stretches: dict[tuple[str, bool], list[tuple[float, float]]] = {}
         for transfer in transfers:
+            small = transfer.num_bytes < SMALL_BYTES
             for way in self._timeline.crossed(transfer.source, transfer.target):
-                stretches.setdefault(way, []).append((transfer.queued, transfer.arrived))
-        for way, found in stretches.items():
-            # Chunks are drawn apart, layers and control messages in one.
+                times = (transfer.queued - start, transfer.arrived - start)
+                stretches.setdefault((way, small), []).append(times)
+        for (way, small), found in stretches.items():
+            # Chunks are drawn apart, layers in one.
             apart = what in ("activations", "activation gradients")
-            for number, (since, until) in enumerate(sorted(found) if apart else united(found)):
-                begin = max(0.0, since - start)
-                end = min(until - start, self._seconds)
-                if end <= begin:
-                    continue
-                axes.barh(
-                    self._place[way],
-                    self._scale * (end - begin),
-                    left=self._scale * begin,
-                    height=0.56 if what != "control" else 0.12,
-                    color=_TRANSFER_COLOURS[what],
-                    edgecolor="white" if apart else "none",
-                    linewidth=0.6,
-                    alpha=0.9,
-                    zorder=4 if what == "control" else 3,
-                )
+            for number, (begin, end) in enumerate(sorted(found) if apart else united(found)):
+                place, height = _THIN if small else _LOW if what == "samples" else _HIGH
+                self._bar(axes, self._place[way] + place, begin, end, height, what)
                 words = _SHORT.get(what, what)
-                for text in (f"{words} {number + 1}" if apart and len(found) > 1 else words, words):
-                    if what != "control" and self._fits(text, end - begin):
-                        middle = self._scale * (begin + end) / 2
-                        self._write(axes, middle, self._place[way], text, "black")
-                        break
+                numbered = f"{words} {number + 1}" if apart and len(found) > 1 else words
+                if not small:
+                    self._label(axes, self._place[way] + place, begin, end, (numbered, words))
+
+    def _bar(
+        self, axes: Axes, place: float, begin: float, end: float, height: float, what: str
+    ) -> None:
+        begin, end = max(0.0, begin), min(end, self._seconds)
+        if end > begin:
+            axes.barh(
+                place,
+                self._scale * (end - begin),
+                left=self._scale * begin,
+                height=height,
+                color=_TRANSFER_COLOURS[what],
+                edgecolor="white",
+                linewidth=0.4,
+                zorder=3,
+            )
+
+    def _label(
+        self, axes: Axes, place: float, begin: float, end: float, choices: Iterable[str]
+    ) -> None:
+        begin, end = max(0.0, begin), min(end, self._seconds)
+        words = next((words for words in choices if self._fits(words, end - begin)), None)
+        if words is not None:
+            self._write(axes, self._scale * (begin + end) / 2, place, words, "black")
 
     def _fits(self, words: str, seconds: float) -> bool:
         return seconds * self._points >= _FEWEST_POINTS_A_LETTER * len(words)

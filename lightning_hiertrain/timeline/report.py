@@ -69,13 +69,15 @@ def _links(timeline: Timeline, steps: Sequence[RecordedStep]) -> str:
             rate = format_bandwidth(link.bandwidth_bytes_per_second)
             rates[f"{a}>{b}"] = rates[f"{b}>{a}"] = rate
     heads = ["link", "bytes", "busy", "of the step", "rate while busy"]
-    heads += ["predicted busy", "measured rate"] if predicted is not None else []
+    heads += ["predicted busy", "rate in the profile"] if predicted is not None else []
     rows: list[Sequence[str]] = [heads]
     for way, carried in carried_by_links(timeline, steps).items():
         busy = carried.busy_seconds
-        row = [way, "-", "-", "-", "-"]
-        if busy:
-            row = [way, format_bytes(carried.num_bytes), format_seconds(busy)]
+        row = [way, format_bytes(carried.num_bytes) if carried.num_bytes else "-"]
+        if not busy:
+            row += ["-", "-", "-"]
+        else:
+            row += [format_seconds(busy)]
             row += [f"{busy / seconds:.1%}", format_bandwidth(carried.num_bytes / busy)]
         if predicted is not None:
             row += [format_seconds(predicted.busy_seconds.get(way, 0.0)), rates.get(way, "-")]

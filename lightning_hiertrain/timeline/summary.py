@@ -17,6 +17,9 @@ from lightning_hiertrain.timeline.data import (
     Timeline,
 )
 
+SMALL_BYTES = 2000
+"""A message with fewer bytes keeps no link busy, however long its tiers take to notice it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Carried:
@@ -24,7 +27,7 @@ class Carried:
 
     num_bytes: float
     busy_seconds: float
-    """How long something was on its way."""
+    """How long something of `SMALL_BYTES` or more was on its way."""
 
 
 def mean_step_seconds(timeline: Timeline, steps: Sequence[RecordedStep]) -> float:
@@ -99,7 +102,8 @@ def carried_by_links(timeline: Timeline, steps: Sequence[RecordedStep]) -> dict[
             share = float(any(s.start < transfer.arrived <= s.end for s in steps))
         for way in timeline.crossed(transfer.source, transfer.target):
             sizes[way] += share * transfer.num_bytes
-            stretches[way].append((transfer.queued, transfer.arrived))
+            if transfer.num_bytes >= SMALL_BYTES:
+                stretches[way].append((transfer.queued, transfer.arrived))
     return {
         way: Carried(
             num_bytes=sizes[way] / len(steps),

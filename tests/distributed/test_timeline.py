@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_the_spans_of_every_tier_fill_the_step(runs: dict[str, Any], name: str) 
             spans = [span for span in spans if step.start <= span.start and span.end <= step.end]
             covered = sum(span.seconds for span in spans)
             assert 0.9 * step.seconds < covered < 1.001 * step.seconds, tier
-            for before, after in zip(spans, spans[1:], strict=False):
+            for before, after in pairwise(spans):
                 assert after.start >= before.end - 1e-6, (before, after)
 
 
