@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +21,14 @@ from lightning_hiertrain.partition.rows import (
     split_positions,
     with_leaves,
 )
-from lightning_hiertrain.profiles import LayerProfile, Profile, TierProfile
+from lightning_hiertrain.profiles import CodecProfile, LayerProfile, Profile, TierProfile
+from lightning_hiertrain.profiling.codecs import (
+    accuracy_losses,
+    codec_profiles,
+    crossings,
+    sampled_cuts,
+    time_codecs,
+)
 from lightning_hiertrain.profiling.layers import LayerProfiler, TierMeasurement
 from lightning_hiertrain.profiling.links import measure_links
 from lightning_hiertrain.sandbox import Sandbox
@@ -28,6 +38,13 @@ log = logging.getLogger(__name__)
 
 _EXAMPLE_ROWS = 8
 """Rows of the first mini-batch that all tiers get to measure with."""
+_MOST_ROWS = 32
+_MOST_BYTES = 4 << 20
+"""Of the first mini-batch, to find out what travels of it."""
+_CALIBRATION_BYTES = 1 << 20
+"""Of the first mini-batch, to measure codecs on; more if that is less than the rows above."""
+_CODECS_PART = 0.3
+"""Of the time for measuring layers, what measuring codecs may take on top."""
 
 
 class Profiled(Protocol):
@@ -54,16 +71,21 @@ class ProfilingCallback(Callback):
     Args:
         num_steps: Steps over which the measuring is spread.
         seconds: Time for measuring layers in all.
+        codecs: Names of the link codecs to measure.
     """
 
-    def __init__(self, *, num_steps: int, seconds: float) -> None:
+    def __init__(self, *, num_steps: int, seconds: float, codecs: Sequence[str] = ()) -> None:
         self.progress = 0.0
         """How far the slowest tier is, from 0 to 1."""
         self._num_steps = num_steps
         self._seconds = seconds
+        self._codecs = tuple(codecs)
         self._slices = 0
         self._profiler: LayerProfiler | None = None
         self._sandbox: Any = None
+        self._example: Any = None
+        """Rows of the first mini-batch, on the data tier."""
+        self._calibration: Any = None
         self._trainer: Trainer | None = None
 
     def attach(self, trainer: Trainer) -> None:
@@ -74,7 +96,7 @@ class ProfilingCallback(Callback):
 
     def detach(self) -> None:
         """Leaves the trainer's callbacks."""
-        self._profiler = self._sandbox = None
+        self._forget()
         if self._trainer is not None and self in self._trainer.callbacks:  # type: ignore[attr-defined]
             self._trainer.callbacks.remove(self)  # type: ignore[attr-defined]
         self._trainer = None
@@ -117,12 +139,13 @@ class ProfilingCallback(Callback):
         )
         rows = None
         if session.is_data_tier:
-            samples = num_samples(batch)
-            positions = split_positions(batch, samples)
-            rows = select_rows(batch, positions, slice(0, min(samples, _EXAMPLE_ROWS)))
+            self._example = _rows(batch, _MOST_ROWS, _MOST_BYTES)
+            rows = _rows(self._example, _EXAMPLE_ROWS, 0)
             if session.keeps_inputs:
                 rows = with_leaves(rows, [torch.zeros_like(leaf) for leaf in batch_leaves(rows)])
         rows = session.placed(session.collectives.broadcast(rows, session.data_tier))
+        if self._codecs:
+            self._calibration = self._share_calibration(session)
         self._sandbox = strategy.sandbox()
         self._profiler = LayerProfiler(
             session.chain,
@@ -138,18 +161,83 @@ class ProfilingCallback(Callback):
         session = strategy.session
         assert self._profiler is not None
         assert session.chain is not None
-        measured = session.collectives.all_gather(self._profiler.result())
-        self._profiler = self._sandbox = None
-        tiers = session.network.topology.names
-        links = measure_links(session.network)
+        gathered = session.collectives.all_gather(self._profiler.result())
+        measured = dict(zip(session.network.topology.names, gathered, strict=True))
+        codecs = self._measure_codecs(session, measured) if self._codecs else {}
         profile = assemble(
             type(session.module).__name__,
             session.chain,
             session.data_tier,
-            dict(zip(tiers, measured, strict=True)),
-            links,
+            measured,
+            measure_links(session.network),
         )
-        strategy.adopt_profile(profile)
+        inputs, targets = self._travelling_bytes(session, session.chain, profile)
+        self._forget()
+        strategy.adopt_profile(
+            replace(
+                profile,
+                codecs=codecs,
+                input_bytes_per_sample=inputs,
+                target_bytes_per_sample=targets,
+            )
+        )
+
+    def _forget(self) -> None:
+        self._profiler = self._sandbox = self._example = self._calibration = None
+
+    def _share_calibration(self, session: Session) -> Any:
+        """Gives all tiers some rows to measure codecs on: noise where inputs must stay at home."""
+        own = shared = None
+        if session.is_data_tier:
+            own = shared = _rows(self._example, _MOST_ROWS, _CALIBRATION_BYTES)
+            if session.keeps_inputs:
+                shared = with_leaves(own, [_noise_like(leaf) for leaf in batch_leaves(own)])
+        shared = session.placed(session.collectives.broadcast(shared, session.data_tier))
+        return shared if own is None else session.placed(own)
+
+    def _measure_codecs(
+        self, session: Session, measured: Mapping[str, TierMeasurement]
+    ) -> dict[str, CodecProfile]:
+        """Measures the codecs: times on every tier, the loss of accuracy on the fastest one."""
+        chain, sandbox = session.chain, self._sandbox
+        assert chain is not None
+        assert session.mini_batch is not None
+        size = session.mini_batch.num_samples
+        calibrator = min(measured, key=lambda tier: measured[tier].step_seconds(size))
+        if session.keeps_inputs:
+            calibrator = session.data_tier
+        cuts, seconds = sampled_cuts(chain), _CODECS_PART * self._seconds / 2
+        losses = None
+        with sandbox.isolated():
+            crossing = crossings(chain, sandbox.loss, self._calibration, cuts)
+            times = time_codecs(crossing, self._codecs, seconds=seconds)
+            if session.tier == calibrator:
+                losses = accuracy_losses(
+                    chain,
+                    sandbox.loss,
+                    sandbox.module,
+                    self._calibration,
+                    cuts,
+                    self._codecs,
+                    seconds=seconds,
+                )
+        gathered = session.collectives.all_gather(times)
+        losses = session.collectives.broadcast(losses, calibrator)
+        return codec_profiles(dict(zip(measured, gathered, strict=True)), losses, calibrator)
+
+    def _travelling_bytes(
+        self, session: Session, chain: LayerChain, profile: Profile
+    ) -> tuple[int, int]:
+        """Returns what a sample's input and target take on the slowest way from the data tier."""
+        sizes = None
+        if session.is_data_tier:
+            others = [tier for tier in profile.tiers if tier != session.data_tier]
+            rate = min(profile.bytes_per_second(session.data_tier, tier) for tier in others)
+            rows = num_samples(self._example)
+            bytes_per_sample = [x / rows for x in session.bytes_of_leaves(self._example, rate)]
+            sizes = _input_and_target(chain, bytes_per_sample)
+        result: tuple[int, int] = session.collectives.broadcast(sizes, session.data_tier)
+        return result
 
 
 def assemble(
@@ -168,16 +256,12 @@ def assemble(
         measured: What each tier measured, in order of rank.
         links: What the links carry.
     """
-    end = len(chain.calls)
-    leaves = list(zip(chain.leaf_shapes, chain.first_leaf_use, chain.last_leaf_use, strict=True))
+    raw = [0 if shape is None else shape.bytes_per_sample for shape in chain.leaf_shapes]
+    inputs, targets = _input_and_target(chain, raw)
     return Profile(
         model=model,
-        input_bytes_per_sample=sum(
-            s.bytes_per_sample for s, first, _ in leaves if s and first < end
-        ),
-        target_bytes_per_sample=sum(
-            s.bytes_per_sample for s, _, last in leaves if s and last >= end
-        ),
+        input_bytes_per_sample=inputs,
+        target_bytes_per_sample=targets,
         data_tier=data_tier,
         tiers={
             tier: TierProfile(optimizer_seconds=m.optimizer_seconds, loss_seconds=m.loss_seconds)
@@ -195,6 +279,43 @@ def assemble(
         ),
         links=links,
     )
+
+
+def _input_and_target(chain: LayerChain, bytes_per_sample: Sequence[float]) -> tuple[int, int]:
+    """Adds up the leaves that the chain reads, and those that what follows it reads."""
+    end = len(chain.calls)
+    leaves = [
+        (size, first, last)
+        for size, first, last, shape in zip(
+            bytes_per_sample,
+            chain.first_leaf_use,
+            chain.last_leaf_use,
+            chain.leaf_shapes,
+            strict=True,
+        )
+        if shape is not None
+    ]
+    inputs = sum(size for size, first, _ in leaves if first < end)
+    targets = sum(size for size, _, last in leaves if last >= end)
+    return math.ceil(inputs), math.ceil(targets)
+
+
+def _rows(batch: Any, most: int, most_bytes: int) -> Any:
+    """Copies the first rows of a batch, up to a number and bytes, but as many as all tiers get."""
+    samples = num_samples(batch)
+    positions = split_positions(batch, samples)
+    leaves = batch_leaves(batch)
+    bytes_per_row = sum(leaves[i].nbytes for i in positions) // max(samples, 1)
+    count = max(min(most, most_bytes // max(bytes_per_row, 1)), _EXAMPLE_ROWS)
+    rows = select_rows(batch, positions, slice(0, min(samples, count)))
+    return with_leaves(rows, [leaf.clone() for leaf in batch_leaves(rows)])
+
+
+def _noise_like(leaf: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    if not leaf.is_floating_point():
+        return torch.zeros_like(leaf)
+    return torch.randn(leaf.shape, generator=generator).to(leaf)
 
 
 def _strategy(trainer: Trainer) -> Profiled:

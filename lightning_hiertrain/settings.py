@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_hiertrain.planning import POLICIES
+from lightning_hiertrain.planning.codecs import candidates
 from lightning_hiertrain.profiles import Profile
 from lightning_hiertrain.schedule import Schedule
 from lightning_hiertrain.topology import Topology
+from lightning_hiertrain.transport.codecs import check_codec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,9 @@ class Settings:
                 "`schedule` and `profile` exclude each other: a given schedule is used as it is; "
                 "leave out `profile`, or leave out `schedule` to plan from the profile"
             )
+        codecs = () if isinstance(self.compression, bool) else self.compression
+        for codec in (*codecs, *(self.schedule.codecs.values() if self.schedule else ())):
+            check_codec(codec)
         if self.topology is not None and self.topology.names != tiers:
             raise ValueError(
                 f"the topology has the tiers {self.topology.names}, `tiers` are {tiers}; "
@@ -75,6 +80,11 @@ class Settings:
                     f"`data_tier` is {self.data_tier!r}; pass the same, or change the profile: "
                     f"`dataclasses.replace(profile, data_tier={self.data_tier!r})`"
                 )
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """The codecs to measure."""
+        return candidates(self.policy, self.compression)
 
     @property
     def measures(self) -> bool:

@@ -143,7 +143,9 @@ class HierTrainStrategy(TierProcesses):
         )
         self._tiers = self._tier_of_rank = self._settings.tiers
         self._profile = self._settings.profile
-        self._profiling = ProfilingCallback(num_steps=profile_steps, seconds=profile_seconds)
+        self._profiling = ProfilingCallback(
+            num_steps=profile_steps, seconds=profile_seconds, codecs=self._settings.codecs
+        )
         self._remote_data: RemoteData | None = None
         self._lookahead: LookAhead | None = None
         self._weight: int | None = None

@@ -29,7 +29,7 @@ from lightning_hiertrain.partition.chain import LayerChain
 from lightning_hiertrain.partition.passage import Passage, Tap
 from lightning_hiertrain.partition.rows import batch_leaves
 from lightning_hiertrain.schedule import Schedule
-from lightning_hiertrain.transport.codecs import decode, encode
+from lightning_hiertrain.transport.codecs import decode, encode, gradient_codec
 from lightning_hiertrain.transport.network import Network
 from lightning_hiertrain.transport.observing import Doing
 
@@ -146,9 +146,10 @@ class Owner:
         pieces: Sequence[Tensor | None] = [None] * len(awaited.sizes)
         if gradient is not None:
             pieces = torch.split(gradient.detach(), awaited.sizes, awaited.dim)
+        codec = gradient_codec(awaited.codec)
         with Doing(self._network, "codec", "activation gradients"):
             for number, piece in enumerate(pieces):
-                packed = None if piece is None else encode(piece, awaited.codec, stochastic=True)
+                packed = None if piece is None else encode(piece, codec, stochastic=True)
                 self._network.send(worker, f"{awaited.index}/activation_gradients/{number}", packed)
         if gradient is not None and self._watch is not None:
             self._watch.backward_from(awaited.depth)

@@ -76,5 +76,17 @@ def allowed_codecs(
     )
 
 
+def candidates(policy: str, compression: bool | Iterable[str]) -> tuple[str, ...]:
+    """Returns the codecs that plans of a policy may come to use, to be measured ahead."""
+    names: tuple[str, ...] = ()
+    if compression is True:
+        names = (*COMPRESSION, *QUANTISERS)
+    elif compression is not False:
+        names = tuple(compression)
+    if policy == "jalad":
+        names = (*names, *QUANTISERS)
+    return tuple(name for name in dict.fromkeys(names) if name != NONE)
+
+
 def _loss(profile: Profile, name: str) -> float | None:
     return profile.codecs[name].accuracy_loss if name in profile.codecs else None

@@ -29,6 +29,25 @@ _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _MAX_ELEMENTS = 1 << 33
 
 
+def check_codec(codec: str) -> None:
+    """Refuses a codec that there is not.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    if codec != "none" and codec not in _HALVES:
+        _bits(codec)
+
+
+def gradient_codec(codec: str) -> str:
+    """Returns how gradients are packed on a link whose activations are packed by a codec.
+
+    Gradients bear less than activations: most are small beside the largest, and below 8 bits chance
+    outweighs them. So `minmaxN` packs them to 8 bits.
+    """
+    return "minmax8" if codec.startswith("minmax") else codec
+
+
 def encode(tensor: Tensor, codec: str, *, stochastic: bool = False) -> Any:
     """Packs a tensor.
 

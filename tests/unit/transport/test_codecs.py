@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_hiertrain.transport.codecs import decode, encode
+from lightning_hiertrain.transport.codecs import decode, encode, gradient_codec
 
 CODECS = ("none", "fp16", "bf16", "int8", "int8+zstd", *(f"minmax{n}" for n in range(2, 9)))
 
@@ -31,9 +31,9 @@ def test_quantisation_is_off_by_half_a_step_at_most(codec: str, steps: int) -> N
 def test_stochastic_rounding_is_right_in_the_mean() -> None:
     torch.manual_seed(0)
     tensor = torch.tensor([0.0, 0.3, 1.0, 255.0])
-    mean = torch.stack(
-        [decode(encode(tensor, "int8", stochastic=True)) for _ in range(4000)]
-    ).mean(0)
+    mean = torch.stack([decode(encode(tensor, "int8", stochastic=True)) for _ in range(4000)]).mean(
+        0
+    )
     torch.testing.assert_close(mean, tensor, atol=0.03, rtol=0)
 
 
@@ -57,6 +57,14 @@ def test_few_bits_are_entropy_coded() -> None:
 def test_an_unknown_codec_is_named() -> None:
     with pytest.raises(ValueError, match="'int9' is unknown"):
         encode(torch.ones(2), "int9")
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_gradients_keep_eight_bits_at_least(codec: str) -> None:
+    gradients = torch.randn(4, 33)
+    step = float(gradients.max() - gradients.min()) / 255
+    restored = decode(encode(gradients, gradient_codec(codec), stochastic=True))
+    assert float((restored - gradients).abs().max()) <= step * 1.001
 
 
 @pytest.mark.parametrize("codec", ["int8+zstd", "minmax4"])
