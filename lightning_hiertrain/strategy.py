@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from lightning_hiertrain.callbacks import ProfilingCallback
 from lightning_hiertrain.checks import check_module, check_trainer
 from lightning_hiertrain.execution.settings import TrainedSettings
+from lightning_hiertrain.execution.shown import shown
 from lightning_hiertrain.launching import Launcher
 from lightning_hiertrain.lookahead import LookAhead, batch_size
 from lightning_hiertrain.meeting import meet, open_links, tell
@@ -298,7 +299,8 @@ class HierTrainStrategy(TierProcesses):
         if whole is not None:
             return whole.content
         if session.is_owner:
-            return mini_batch.batch
+            assert session.chain is not None
+            return shown(mini_batch, session.chain, session.data_tier)
         return sized_token(batch, mini_batch.weight or mini_batch.num_samples)
 
     def _begin_evaluation(self, batch: Any, move: Callable[[Any], Any]) -> Any:

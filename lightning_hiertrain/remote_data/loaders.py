@@ -14,8 +14,16 @@ from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader
 
+from lightning_hiertrain.partition.withheld import Withheld
+
 Share = Callable[[Any], Any]
 """Gives the data tier's argument to all tiers; the others pass `None`."""
+
+
+_NO_BATCH = (
+    "a callback reads `batch` on a tier that has none of its samples; read it in a callback where "
+    "`trainer.strategy.tier` is the data tier, or return what is needed from the step"
+)
 
 
 class BatchToken:
@@ -40,7 +48,13 @@ class BatchToken:
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         if self.num_samples is not None:
-            yield torch.empty(self.num_samples, 0)
+            yield Withheld((self.num_samples, 0), reason=_NO_BATCH)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(_NO_BATCH)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{_NO_BATCH} (asked for `{name}`)")
 
     def __repr__(self) -> str:
         return f"BatchToken({self.index}, num_samples={self.num_samples})"

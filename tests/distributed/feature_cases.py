@@ -224,6 +224,35 @@ class Clamp(Callback):
             parameter.data.clamp_(-0.25, 0.25)
 
 
+class StepNorms(Callback):
+    """Reads all weights after each step, or from some step on."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.norms: list[float] = []
+        self.first = first
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step > self.first:
+            self.norms.append(sum(float(p.norm()) for p in pl_module.parameters()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"norms": list(self.norms)}
+
+
+class Looking(Net):
+    """Looks at the whole batch after the step."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert len(batch[0]) == len(batch[1])
+        self.log("labels", batch[1].double().mean())
+        if self.looks:
+            self.log("inputs", batch[0].mean())
+
+    def __init__(self, looks: bool = False) -> None:
+        super().__init__()
+        self.looks = looks
+
+
 class Norms(Callback):
     """Reads all weights at an epoch's end and keeps what it read in the checkpoint."""
 
@@ -404,6 +433,12 @@ PROJECTS: dict[str, Any] = {
         {"callbacks": [WeightAveraging(), Norms()]},
         [loader(), loader(2, 20)],
     ),
+    "weights read after each step": lambda: (
+        Net(),
+        {"callbacks": [StepNorms()]},
+        [loader(), loader(2, 20)],
+    ),
+    "labels read in a hook": lambda: (Looking(), {}, [loader()]),
     "moving average": lambda: (Averaged(), {}, [loader(), loader(2, 20)]),
     "nested batch": lambda: (
         Structured(),
@@ -471,13 +506,19 @@ PROJECTS: dict[str, Any] = {
 }
 
 
+REFUSED: dict[str, Any] = {
+    "weights read late": lambda: (Net(), {"callbacks": [StepNorms(first=5)]}, [loader()]),
+    "inputs read in a hook": lambda: (Looking(looks=True), {}, [loader()]),
+}
+
+
 def run(
     project: str, *, folder: str, schedule: dict[str, Any] | None = None, plain: bool = False
 ) -> dict[str, Any]:
     """Fits a project and reports what came out."""
     seed_everything(3)
     CALLS.clear()
-    module, options, data = PROJECTS[project]()
+    module, options, data = {**PROJECTS, **REFUSED}[project]()
     strategy: Any = "auto"
     if not plain:
         assert schedule is not None
@@ -515,7 +556,7 @@ def run(
     for name in ("losses", "counts", "best"):
         if hasattr(module, name):
             report[name] = getattr(module, name)
-    report["callbacks"] = [x.state_dict() for x in callbacks if isinstance(x, Norms)]
+    report["callbacks"] = [x.state_dict() for x in callbacks if isinstance(x, Norms | StepNorms)]
     if datamodule is not None:
         report["calls"] = list(CALLS)
         report["num_samples"] = datamodule.num_samples

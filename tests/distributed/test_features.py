@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed import feature_cases
 from tests.distributed.feature_cases import PROJECTS
-from tests.distributed.launch import Case, run_cases
+from tests.distributed.launch import Case, observe_cases, run_cases
 from tests.distributed.test_stages import same
 from tests.distributed.test_transparency import schedule
 
@@ -67,6 +68,26 @@ def test_datasets_are_made_on_the_data_tier_alone(runs: Any) -> None:
     expected, ranks = runs["datamodule"]
     assert ranks[0]["calls"] == expected["calls"]
     assert ranks[1]["calls"] == ranks[2]["calls"] == []
+
+
+@pytest.mark.parametrize(
+    ("project", "message"),
+    [
+        ("weights read late", "`StepNorms` uses the weights between steps on tier"),
+        ("inputs read in a hook", "reads a tensor of `batch` on tier 'edge'"),
+    ],
+)
+def test_what_a_tier_has_not_got_is_not_read_silently(
+    project: str, message: str, tmp_path: Path
+) -> None:
+    given = schedule("edge", device=(1, 3), edge=(5, 5), cloud=(3, 4))
+    case = Case(
+        target=f"{feature_cases.__name__}:run",
+        kwargs={"project": project, "folder": str(tmp_path), "schedule": given},
+    )
+    outcomes = observe_cases([case], timeout_seconds=60)
+    assert all(outcome.error is not None for outcome in outcomes)
+    assert any(message in str(outcome.error) for outcome in outcomes)
 
 
 def rows(lines: list[str]) -> list[dict[str, float | None]]:
