@@ -42,7 +42,7 @@ _TRANSFER_COLOURS = {
 _WAIT_COLOURS = {WAITING_FOR_TIER: "#9a9a9a", WAITING_FOR_LINK: "#d9534f"}
 _SHORT = {"activation gradients": "act. gradients", "waiting for tier": "waiting for a tier"}
 _ROW_INCHES, _MARGIN_INCHES, _WIDTH_INCHES = 0.32, 0.75, 11.0
-_HIGH, _LOW, _THIN = (-0.12, 0.5), (0.29, 0.24), (0.29, 0.08)
+_HIGH, _LOW, _THIN = (-0.15, 0.44), (0.25, 0.28), (0.25, 0.08)
 """Place and height of a bar in a link's row: what this step needs, the next mini-batch, small
 messages."""
 _FEWEST_POINTS_A_LETTER = 4.6

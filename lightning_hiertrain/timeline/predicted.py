@@ -91,7 +91,7 @@ class _Layout:
         if self.overlap and i.parameters[step.cut[k]]:
             until = step.layerwise(k, step.cut[k], upward=False)
             self._transfer(self.owner, name, 0.0, until, i.parameters[step.cut[k]], "weights")
-        now = free = arrival = start
+        now = free = unpacked = start
         for chunk in range(chunks):
             for layer in range(1, step.cut[k] + 1):
                 if self.overlap and chunk == 0:
@@ -106,12 +106,12 @@ class _Layout:
             now, sent = packed, max(packed, free)
             free = sent + size * i.ratio[c] / i.rate[k, o] / chunks
             arrival = free + i.latency[k, o]
+            unpacked = arrival + size * i.decode[c, o] / chunks
             part = size * i.ratio[c] / chunks
             what = "activations"
             self._transfer(name, self.owner, sent, arrival, part, what, f"chunk {chunk + 1}")
-        unpacked = float(arrival + size * i.decode[c, o] / chunks)
-        self._compute(self.owner, arrival, unpacked, "codec", "activations")
-        return unpacked
+            self._compute(self.owner, arrival, unpacked, "codec", "activations")
+        return float(unpacked)
 
     def _owner_forward(self, start: float, arrivals: dict[int, float]) -> None:
         step = self.step
@@ -135,10 +135,12 @@ class _Layout:
         step, i, o, chunks = self.step, self.step.instance, self.step.owner, self.chunks[k]
         name, rows, size, c = i.names[k], step.samples[k] / chunks, *self._activations(k)
         part = size * i.ratio[c] / chunks
-        sent = left + size * i.encode[c, o] / chunks
-        done = left
+        packing = size * i.encode[c, o] / chunks
+        sent, done = left + packing, left
         for chunk in range(chunks):
             detail, arrived = f"chunk {chunk + 1}", sent + part / i.rate[o, k]
+            start = left + chunk * packing
+            self._compute(self.owner, start, start + packing, "codec", "activation gradients")
             came = arrived + i.latency[o, k]
             self._transfer(self.owner, name, sent, came, part, "activation gradients", detail)
             sent = arrived
