@@ -15,8 +15,10 @@ values as they are.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -34,6 +36,8 @@ _FASTEST_LINK_TO_SQUEEZE = 2e8
 _BOTH_ENDS = 2.0
 _SAMPLE_BYTES = 128 << 10
 _MEASURE_EVERY = 64
+_FEWEST, _KEPT = 3, 7
+"""Measurements of which the median is taken."""
 _LONGEST_PAUSE = 1024
 """Batches after which tables are looked for again where there were none."""
 _SMALLER = {
@@ -115,17 +119,29 @@ def content_bytes(packed: Any) -> int:
 class _Figures:
     """What a way of packing saves and costs."""
 
-    ratio: float
-    seconds_per_byte: float
+    ratio: float = 1.0
+    measured: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    """Seconds per byte; single ones are often disturbed."""
 
     def note(self, ratio: float, seconds_per_byte: float) -> None:
         self.ratio = ratio
-        self.seconds_per_byte += 0.3 * (seconds_per_byte - self.seconds_per_byte)
+        self.measured.append(seconds_per_byte)
 
-    def seconds(self, num_bytes: int, bytes_per_second: float) -> float:
-        """Seconds until the other end has the content."""
-        both_ends = _BOTH_ENDS * self.seconds_per_byte
-        return num_bytes * (self.ratio / bytes_per_second + both_ends)
+    def squeeze(self, name: str, content: Tensor) -> bytes:
+        """Squeezes a tensor and notes how it went."""
+        start = perf_counter()
+        body = _SQUEEZERS[name](content)
+        self.note(len(body) / content.nbytes, (perf_counter() - start) / content.nbytes)
+        return body
+
+    @property
+    def known(self) -> bool:
+        return len(self.measured) >= _FEWEST
+
+    def gain(self, num_bytes: int, bytes_per_second: float) -> float:
+        """Seconds by which the content is earlier on the other end."""
+        both_ends = _BOTH_ENDS * median(self.measured)
+        return num_bytes * ((1 - self.ratio) / bytes_per_second - both_ends)
 
 
 @dataclass(kw_only=True)
@@ -133,7 +149,9 @@ class _Stream:
     """What is known of the tensors at one place of the batch."""
 
     tables: Tables | None = None
-    table_figures: _Figures | None = None
+    table_figures: _Figures = field(default_factory=_Figures)
+    declined: int = 0
+    """Batches for which tables would not have paid."""
     pause: int = 0
     """Batches until tables are looked for again."""
     failures: int = 0
@@ -146,8 +164,10 @@ class _Stream:
         if tensor.element_size() == 1 or tensor.nbytes < _FEWEST_BYTES or not tensor.dim():
             return as_it_is
         figures = self.table_figures
-        if figures is not None and figures.seconds(tensor.nbytes, rate) > tensor.nbytes / rate:
-            return as_it_is
+        if figures.known and figures.gain(tensor.nbytes, rate) <= 0:
+            self.declined += 1
+            if self.declined % _MEASURE_EVERY:
+                return as_it_is
         if self.pause:
             self.pause -= 1
             return as_it_is
@@ -184,13 +204,8 @@ class _Stream:
             if indices is None:
                 return None
             if tables.num_values == before:
-                ratio = 1 / tensor.element_size()
-                if self.table_figures is None:
-                    self.table_figures = _Figures(ratio=ratio, seconds_per_byte=seconds)
-                else:
-                    self.table_figures.note(ratio, seconds)
-                return indices
-            if self.table_figures is not None:
+                self.table_figures.note(1 / tensor.element_size(), seconds)
+            if self.table_figures.known:
                 return indices
 
     def squeezed(self, content: Tensor, rate: float) -> tuple[str, bytes] | None:
@@ -200,24 +215,20 @@ class _Stream:
         if self.age % _MEASURE_EVERY == 0:
             self._measure_squeezers(content)
         self.age += 1
-        best = min(self.squeezers, key=lambda name: self.squeezers[name].seconds(1, rate))
+        best = max(self.squeezers, key=lambda name: self.squeezers[name].gain(1, rate))
         figures = self.squeezers[best]
-        if figures.seconds(content.nbytes, rate) >= content.nbytes / rate:
+        if figures.gain(content.nbytes, rate) <= 0:
             return None
-        start = perf_counter()
-        body = _SQUEEZERS[best](content)
-        figures.note(len(body) / content.nbytes, (perf_counter() - start) / content.nbytes)
+        body = figures.squeeze(best, content)
         return (best, body) if len(body) < content.nbytes else None
 
     def _measure_squeezers(self, content: Tensor) -> None:
         sample = content.reshape(-1)[: _SAMPLE_BYTES // content.element_size()]
-        names = ("zstd",) if content.element_size() == 1 else ("zstd", "sorted zstd")
         self.squeezers.clear()
-        for name in names:
-            start = perf_counter()
-            ratio = len(_SQUEEZERS[name](sample)) / sample.nbytes
-            seconds = (perf_counter() - start) / sample.nbytes
-            self.squeezers[name] = _Figures(ratio=ratio, seconds_per_byte=seconds)
+        for name in ("zstd",) if content.element_size() == 1 else ("zstd", "sorted zstd"):
+            figures = self.squeezers[name] = _Figures()
+            while not figures.known:
+                figures.squeeze(name, sample)
 
 
 def _is_plain(tensor: Tensor) -> bool:
