@@ -15,7 +15,7 @@ from lightning_hiertrain.timeline.data import (
     Timeline,
     Transfer,
 )
-from lightning_hiertrain.timeline.summary import SMALL_BYTES, united
+from lightning_hiertrain.timeline.summary import SMALL_BYTES, on_links, united
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -190,9 +190,8 @@ class _Panel:
         stretches: dict[tuple[str, bool], list[tuple[float, float]]] = {}
         for transfer in transfers:
             small = transfer.num_bytes < SMALL_BYTES
-            for way in self._timeline.crossed(transfer.source, transfer.target):
-                times = (transfer.queued - start, transfer.arrived - start)
-                stretches.setdefault((way, small), []).append(times)
+            for way, since, until in on_links(self._timeline, transfer):
+                stretches.setdefault((way, small), []).append((since - start, until - start))
         for (way, small), found in stretches.items():
             # Chunks are drawn apart, layers in one.
             apart = what in ("activations", "activation gradients")

@@ -12,6 +12,7 @@ from lightning_hiertrain.timeline.summary import (
     mean_phases,
     mean_step_seconds,
     order_of_causes,
+    rates_of_links,
     time_of_tiers,
 )
 from lightning_hiertrain.units import format_bandwidth, format_bytes, format_seconds
@@ -62,12 +63,7 @@ def _with_share(part: float, whole: float) -> tuple[str, str]:
 
 def _links(timeline: Timeline, steps: Sequence[RecordedStep]) -> str:
     seconds, predicted = mean_step_seconds(timeline, steps), timeline.predicted
-    rates = {}
-    if timeline.profile is not None:
-        for link in timeline.profile.links:
-            a, b = link.between
-            rate = format_bandwidth(link.bandwidth_bytes_per_second)
-            rates[f"{a}>{b}"] = rates[f"{b}>{a}"] = rate
+    rates = {} if timeline.profile is None else rates_of_links(timeline.profile)
     heads = ["link", "bytes", "busy", "of the step", "rate while busy"]
     heads += ["predicted busy", "rate in the profile"] if predicted is not None else []
     rows: list[Sequence[str]] = [heads]
@@ -80,7 +76,10 @@ def _links(timeline: Timeline, steps: Sequence[RecordedStep]) -> str:
             row += [format_seconds(busy)]
             row += [f"{busy / seconds:.1%}", format_bandwidth(carried.num_bytes / busy)]
         if predicted is not None:
-            row += [format_seconds(predicted.busy_seconds.get(way, 0.0)), rates.get(way, "-")]
+            row += [
+                format_seconds(predicted.busy_seconds.get(way, 0.0)),
+                format_bandwidth(rates[way]) if way in rates else "-",
+            ]
         rows.append(row)
     return table(rows)
 

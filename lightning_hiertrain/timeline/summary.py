@@ -6,15 +6,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lightning_hiertrain.profiles import Profile
 from lightning_hiertrain.timeline.data import (
     COMPUTING,
     OTHER,
     PHASES,
-    WAITING_FOR_LINK,
     WAITING_FOR_TIER,
     RecordedStep,
     Span,
     Timeline,
+    Transfer,
 )
 
 SMALL_BYTES = 2000
@@ -100,10 +101,10 @@ def carried_by_links(timeline: Timeline, steps: Sequence[RecordedStep]) -> dict[
             share = inside / whole
         else:
             share = float(any(s.start < transfer.arrived <= s.end for s in steps))
-        for way in timeline.crossed(transfer.source, transfer.target):
+        for way, start, end in on_links(timeline, transfer):
             sizes[way] += share * transfer.num_bytes
             if transfer.num_bytes >= SMALL_BYTES:
-                stretches[way].append((transfer.queued, transfer.arrived))
+                stretches[way].append((start, end))
     return {
         way: Carried(
             num_bytes=sizes[way] / len(steps),
@@ -111,6 +112,34 @@ def carried_by_links(timeline: Timeline, steps: Sequence[RecordedStep]) -> dict[
             / len(steps),
         )
         for way in timeline.directions
+    }
+
+
+def on_links(timeline: Timeline, transfer: Transfer) -> list[tuple[str, float, float]]:
+    """Returns which directions of links a transfer keeps busy, from when to when.
+
+    When a relayed message was on which link was not noted. As far as the profile tells, a link
+    that is faster than the way as a whole has it for less of the time: the first at the beginning,
+    others at the end.
+    """
+    ways = timeline.crossed(transfer.source, transfer.target)
+    rates = {} if timeline.profile is None else rates_of_links(timeline.profile)
+    stretches = []
+    for place, way in enumerate(ways):
+        seconds = transfer.seconds
+        if len(ways) > 1 and way in rates:
+            seconds = min(seconds, transfer.num_bytes / rates[way])
+        start = transfer.queued if place == 0 else transfer.arrived - seconds
+        stretches.append((way, start, start + seconds))
+    return stretches
+
+
+def rates_of_links(profile: Profile) -> dict[str, float]:
+    """Returns the bytes per second of each direction of each link."""
+    return {
+        ">".join(way): link.bandwidth_bytes_per_second
+        for link in profile.links
+        for way in (link.between, link.between[::-1])
     }
 
 
@@ -128,8 +157,3 @@ def united(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 def overlap_with(start: float, end: float, steps: Iterable[RecordedStep]) -> float:
     """Returns how much of a stretch of time lies within steps."""
     return sum(max(0.0, min(end, step.end) - max(start, step.start)) for step in steps)
-
-
-def waiting_for_links(causes: dict[str, float]) -> float:
-    """Returns how long a tier waited for links."""
-    return sum(s for name, s in causes.items() if name.startswith(WAITING_FOR_LINK))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hiertrain.timeline.data import PHASES, Span, Timeline, Transfer
-from lightning_hiertrain.timeline.summary import cause
+from lightning_hiertrain.timeline.summary import cause, on_links
 
 Event = dict[str, Any]
 
@@ -62,13 +62,13 @@ def _add_rows(
         args = {"detail": span.detail}
         tiers.add(span.tier, name, span.what, offset + span.start, offset + span.end, args)
     for transfer in sorted(transfers, key=lambda transfer: transfer.queued):
-        for way in timeline.crossed(transfer.source, transfer.target):
+        for way, start, end in on_links(timeline, transfer):
             links.add(
                 way,
                 f"{transfer.what} {transfer.detail}".strip(),
                 transfer.what,
-                offset + transfer.queued,
-                offset + transfer.arrived,
+                offset + start,
+                offset + end,
                 {"bytes": transfer.num_bytes, "from": transfer.source, "to": transfer.target},
             )
 
