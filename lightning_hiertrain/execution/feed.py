@@ -112,33 +112,38 @@ class Feed:
         for tier in self._network.topology.names:
             if tier != self._data_tier:
                 seen = self._seen(tier, mini_batch, chain, leaves)
-                message = {"num_samples": samples, "weight": weight, "batch": None}
                 if seen is not None:
-                    message |= self.packed(batch, seen, tier, "training")
-                self._network.send(tier, f"{index}/batch", message, control=None)
+                    message = self.packed(batch, seen, tier, "training")
+                    self._network.send(tier, f"{index}/batch", message, control=None)
         return self._with_own(
             mini_batch, batch, self._seen(self._data_tier, mini_batch, chain, leaves), chain
         )
 
-    def receive(self, index: int, schedule: Schedule, chain: LayerChain) -> MiniBatch:
-        """Waits for this tier's rows of a mini-batch."""
-        message = self._network.receive(
-            self._data_tier, f"{index}/batch", operation=f"receive mini-batch {index}"
-        )
-        samples = message["num_samples"]
-        rows = schedule.rows(samples)
+    def announcement(self, mini_batch: MiniBatch) -> tuple[int, int, int | None]:
+        """Returns what every tier is told of a mini-batch, for `receive`."""
+        return mini_batch.index, mini_batch.num_samples, mini_batch.weight
+
+    def receive(
+        self, announcement: tuple[int, int, int | None], schedule: Schedule, chain: LayerChain
+    ) -> MiniBatch:
+        """Waits for this tier's rows of a mini-batch, if it has any."""
+        index, samples, weight = announcement
         mini_batch = MiniBatch(
             index=index,
             schedule=schedule,
             num_samples=samples,
-            rows=rows,
-            weight=message["weight"],
+            rows=schedule.rows(samples),
+            weight=weight,
             batch=None,
         )
-        seen = None
-        if message["batch"] is not None:
-            with Doing(self._network, "codec", "samples"):
-                seen = [None if leaf is None else unpack(leaf) for leaf in message["leaves"]]
+        tier = self._network.tier
+        if tier != schedule.owner and all(name != tier for name, _, _ in mini_batch.cuts):
+            return mini_batch
+        message = self._network.receive(
+            self._data_tier, f"{index}/batch", operation=f"receive mini-batch {index}"
+        )
+        with Doing(self._network, "codec", "samples"):
+            seen = [None if leaf is None else unpack(leaf) for leaf in message["leaves"]]
         return self._with_own(mini_batch, message["batch"], seen, chain)
 
     def packed(

@@ -32,7 +32,7 @@ class Engine:
         self.protocol = protocol
         self.failure: BaseException | None = None
         self._changed = changed
-        self._stopping = False
+        self._stopping = self._is_told = False
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
@@ -57,7 +57,10 @@ class Engine:
             self._wake_sender.close()
 
     def wake(self) -> None:
-        """Tells the thread that there is something to send."""
+        """Tells the thread that there is something to send, once until it looks."""
+        if self._is_told:
+            return
+        self._is_told = True
         with contextlib.suppress(OSError):  # it has been told already, or has ended
             self._wake_sender.send(b"\0")
 
@@ -69,6 +72,7 @@ class Engine:
                 with contextlib.suppress(BlockingIOError):
                     while self._wake_receiver.recv(4096):
                         pass
+                self._is_told = False  # from here on it sees what is queued
                 for item in sorted(received, key=lambda item: item.channel):
                     protocol.handle(item)
                 now = time.monotonic()

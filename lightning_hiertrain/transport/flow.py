@@ -170,6 +170,8 @@ class InFlow:
         self.received = 0
         """The last sequence number that arrived without a gap."""
         self.acknowledgement_due = False
+        self.unanswered_bytes = 0
+        """Bytes that arrived since the last acknowledgement."""
         self.echo: tuple[int, int] | None = None
         """What the next acknowledgement answers."""
         self.num_doubled = 0
@@ -202,6 +204,7 @@ class InFlow:
             self.num_doubled += 1
             return None
         self.received = sequence
+        self.unanswered_bytes += sum(piece.nbytes for piece in pieces)
         if lengths is not None:
             self._incoming = None
             self._incoming = Incoming(*lengths)

@@ -28,6 +28,7 @@ BYE, ABORT, LOST = "\0bye", "\0abort", "\0lost"
 """Tags of this layer's own messages."""
 _HELLO_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 0.3
+_LITTLE_BYTES = 64 << 10
 _REFUSED_SECONDS = 3.0
 
 
@@ -242,14 +243,19 @@ class Protocol:
             if not self.sockets.send(peer.next_hop, channel, [envelope, *chunk.views]):
                 break  # a probe will find out
 
-    def _acknowledge(self, peer: Peer) -> None:
+    def _acknowledge(self, peer: Peer, *, at_once: bool = False) -> None:
+        """Acknowledges what has arrived; a few small messages wait for the next tick together."""
         for channel, flow in peer.incoming.items():
+            is_little = flow.echo is None and flow.unanswered_bytes < _LITTLE_BYTES
+            if channel is Channel.CONTROL and is_little and not at_once:
+                continue
             if flow.acknowledgement_due:
                 more: dict[str, Any] = {"c": channel, "q": flow.received}
                 if flow.echo is not None:
                     more["p"] = flow.echo
                 if self._send_control(peer, "ack", peer.session, **more):
                     flow.acknowledgement_due, flow.echo = False, None
+                    flow.unanswered_bytes = 0
 
     def _greet(self, peer: Peer) -> None:
         if peer.established:
@@ -300,6 +306,8 @@ class Protocol:
                 self._probe(peer, Channel.CONTROL)
                 if peer.outgoing[Channel.DATA].unacknowledged:
                     self._probe(peer, Channel.DATA)
+            if peer.established:
+                self._acknowledge(peer, at_once=True)
             if peer.session is not None:
                 self._check_alive(peer, now)
 
@@ -343,7 +351,7 @@ class Protocol:
         if peer.lost is not None:
             return
         log.debug("tier %s lost tier %s: %s", self.tier, peer.name, reason)
-        self._acknowledge(peer)  # it may be waiting for that to close
+        self._acknowledge(peer, at_once=True)  # it may be waiting for that to close
         with self._changed:
             peer.lost = reason
             peer.queued_messages = 0
