@@ -128,7 +128,7 @@ def test_a_tier_that_ends_with_an_error_tells_it_to_all(results, case):
 )
 def test_a_tier_that_ends_is_named_within_seconds(chain, victim, how, routed, limit):
     kwargs = {"victim": victim, "how": how, "folder": chain if routed else None}
-    outcomes = observe_cases([Case(target=f"{CASES}:lose", kwargs=kwargs)], timeout_seconds=30)
+    outcomes = observe_cases([Case(target=f"{CASES}:lose", kwargs=kwargs)], timeout_seconds=120)
 
     for tier, outcome in zip(TIERS, outcomes, strict=True):
         if tier != victim:
@@ -214,7 +214,7 @@ def test_a_host_that_is_killed_is_noticed_by_its_refusal(hosts):
     kwargs["other_machines"] = True
     outcomes = observe_cases(
         [Case(target=f"{CASES}:lose", kwargs=kwargs)],
-        timeout_seconds=45,
+        timeout_seconds=120,
         layout="nodes",
         wrap=lambda rank, argv: networks.command(TIERS[rank], argv),
     )
