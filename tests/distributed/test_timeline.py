@@ -31,6 +31,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "overlap": {"schedule": CHUNKED},
         "plain step": {"schedule": CHUNKED, "overlap": False, "steps": [0, 4, 5, 9]},
         "alone": {"schedule": ALONE, "steps": [3]},
+        "measured": {"measures": True, "max_steps": 18},
         "too late": {"schedule": CHUNKED, "steps": [40], "max_steps": 4},
     }
     cases = [
@@ -125,6 +126,19 @@ def test_a_tier_that_works_alone_waits_for_nobody(runs: dict[str, Any]) -> None:
     causes = time_of_tiers(timeline, timeline.steps)
     assert not [name for name in causes["device"] if name.startswith("waiting")]
     assert sum(s for name, s in causes["cloud"].items() if name.startswith("waiting")) > 0
+
+
+def test_steps_under_the_planned_schedule_are_recorded_beside_the_prediction(
+    runs: dict[str, Any],
+) -> None:
+    timeline = timeline_of(runs, "measured")
+    first = timeline.steps[0].number
+    assert first >= 7  # some steps are measured, and five pass under the schedule
+    assert [step.number for step in timeline.steps] == [first, first + 1, first + 2]
+    assert timeline.profile is not None
+    assert timeline.predicted is not None
+    assert timeline.schedule.policy == "hiertrain"
+    assert timeline.predicted.seconds == pytest.approx(timeline.schedule.predicted_seconds)
 
 
 def test_no_file_is_written_if_the_steps_never_come(runs: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from lightning_hiertrain import Profile, TimelineCallback
+from lightning_hiertrain import TimelineCallback
 from tests.distributed.models import loader
 from tests.distributed.stage_cases import make
 
@@ -16,7 +16,7 @@ def train(
     path: str | None = None,
     steps: list[int] | None = None,
     schedule: dict[str, Any] | None = None,
-    profile: str | None = None,
+    measures: bool = False,
     overlap: bool = True,
     plain: bool = False,
     max_steps: int = 14,
@@ -31,9 +31,9 @@ def train(
             arguments["strategy"] = type(strategy)(
                 schedule=strategy.schedule, overlap=False, timeout_seconds=60
             )
-        if profile is not None:
+        if measures:
             arguments["strategy"] = type(strategy)(
-                profile=Profile.from_json(profile), timeout_seconds=60
+                profile_steps=6, profile_seconds=2.0, timeout_seconds=60
             )
         if path is not None:
             callbacks.append(TimelineCallback(steps=steps, path=path))
