@@ -1,7 +1,6 @@
 """Accuracy of LeNet-5 with packed activations and gradients against none, seed by seed.
 
-    python benchmarks/compression.py --codecs int8 minmax4 minmax3 minmax2 \\
-        --output benchmarks/results/compression.json
+    python benchmarks/compression.py --output FILE --codecs int8 minmax4 minmax3 minmax2
 
 Both runs of a seed start from the same weights and see the same images in the same order. All
 activations are packed and unpacked at one cut, their gradients likewise, rounded by chance: what a
@@ -9,8 +8,8 @@ link carries between a prefix worker with all samples and an owner without any. 
 process; the step runs along its chain as on a tier, and the codecs are those of the links.
 
 The accuracy is that on the 800 images that are not trained on, mean of the last five epochs. Beside
-it stands the loss that profiling measures for a codec within the first training steps, on 32 images,
-by which the planner admits codecs.
+it stands the loss that profiling measures for a codec within the first steps, on 32 images, by
+which the planner admits codecs.
 """
 
 from __future__ import annotations

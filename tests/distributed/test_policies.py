@@ -43,6 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     folder = str(tmp_path_factory.mktemp("profile"))
     cases = {
         "measured": {"folder": folder, "measure": True, "policy": "jalad", "compression": True},
+        "private": {"compression": True, "keep_inputs_on_data_tier": True},
         **{name: {"folder": folder, "policy": name} for name in EXACT},
         **{name: {"folder": folder, **lossy} for name, lossy in LOSSY.items()},
     }
@@ -95,8 +96,9 @@ def test_jalad_cuts_between_edge_and_cloud_within_its_accuracy_bound(trained: An
     assert run["schedule"]["owner"] == "cloud"
 
 
-def test_codecs_are_measured_on_every_tier(trained: Any) -> None:
-    profile = json.loads(trained["measured"][0]["profile"])
+@pytest.mark.parametrize("name", ["measured", "private"])
+def test_codecs_are_measured_on_every_tier(name: str, trained: Any) -> None:
+    profile = json.loads(trained[name][0]["profile"])
     names = {"fp16", "int8", "int8+zstd", *(f"minmax{bits}" for bits in range(2, 9))}
     assert profile["codecs"].keys() == names
     for codec in profile["codecs"].values():

@@ -133,3 +133,19 @@ def test_any_json_is_a_valid_profile_or_a_value_error(data: object) -> None:
     except ValueError:
         return
     assert Profile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
+
+
+def test_a_route_carries_what_its_slowest_link_does() -> None:
+    two = example()
+    third = {**two.layers[0].forward_seconds, "cloud": AffineTime(fixed=0.0, per_sample=1e-6)}
+    layer = replace(two.layers[0], forward_seconds=third, backward_seconds=third)
+    slow = LinkProfile(between=("edge", "cloud"), bandwidth_bytes_per_second=1e6)
+    profile = replace(
+        two,
+        tiers={**two.tiers, "cloud": TierProfile()},
+        layers=(layer,),
+        links=(*two.links, slow),
+    )
+    assert profile.bytes_per_second("device", "edge") == 6.25e6
+    assert profile.bytes_per_second("device", "cloud") == 1e6
+    assert profile.bytes_per_second("cloud", "edge") == 1e6
