@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -135,7 +136,7 @@ def main() -> None:
             print(f"{codec:<10} seed {seed}  accuracy {accuracy:.2%}", flush=True)
     moves = [Run(seed, "none", arguments.cut).moves(arguments.codecs) for seed in seeds]
     result = {
-        "command": "python benchmarks/compression.py " + " ".join(sys.argv[1:]),
+        "command": "python benchmarks/compression.py " + shlex.join(sys.argv[1:]),
         "machine": arguments.machine,
         "date": str(date.today()),
         "torch": torch.__version__,
