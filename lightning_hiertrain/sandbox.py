@@ -45,6 +45,10 @@ class Sandbox:
         self._context = context
         memo = _shared(module)
         self.module, self.optimizers = copy.deepcopy((module, list(optimizers)), memo)
+        for child in self.module.modules():
+            # A LightningModule's copy has no trainer, but its step may ask it for the epoch.
+            if isinstance(child, LightningModule):
+                child._trainer = self._trainer
         self._logged: list[Any] = []
         vars(self.module)["log"] = self._log
         for parameter in self.module.parameters():

@@ -133,7 +133,11 @@ class HierTrainStrategy(TierProcesses):
             keys_folder=Path(topology).parent if isinstance(topology, str | Path) else None,
             private_key=private_key,
             overlap=overlap,
-            compression=compression if isinstance(compression, bool) else tuple(compression),
+            compression=compression
+            if isinstance(compression, bool)
+            else (compression,)
+            if isinstance(compression, str)
+            else tuple(compression),
             accuracy_loss_limit=accuracy_loss_limit,
             keep_inputs_on_data_tier=keep_inputs_on_data_tier,
             least_depth=least_depth,
@@ -203,7 +207,7 @@ class HierTrainStrategy(TierProcesses):
         assert self.cluster_environment is not None
         assert self.lightning_module is not None
         self.set_world_ranks()
-        self._check_world_size(self.world_size)
+        self._check_world_size(self.cluster_environment.world_size())
         check_trainer(self.lightning_module.trainer)
         if self._network is None or not self._network.is_usable:
             self._connect(self.cluster_environment)

@@ -54,6 +54,11 @@ class TierProcesses(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def world_size(self) -> int:
+        """What Lightning and the user's code see: the work of one process."""
+        return 1
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Says that one process reads all the data."""
         return {"num_replicas": 1, "rank": 0}

@@ -1,4 +1,4 @@
-"""The projects of ordinary Lightning users with which the strategy is held against plain Lightning."""
+"""Projects of ordinary Lightning users, with which the strategy is held against plain Lightning."""
 
 from __future__ import annotations
 
