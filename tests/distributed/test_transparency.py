@@ -94,6 +94,15 @@ def matrix() -> dict[str, dict[str, Any]]:
             "schedule": unusual,
             "max_steps": 5,
         }
+    chunked = {**switching("ModuleLeNet")}
+    chunked["schedule"] = {**chunked["schedule"], "num_chunks": 3}
+    for optimizer, overlap in itertools.product(("sgd_double", "adam_accumulated"), (True, False)):
+        cases[f"{optimizer} {'in chunks' if overlap else 'without overlap'}"] = {
+            "model": "ModuleLeNet",
+            **OPTIMIZERS[optimizer],
+            **(chunked if overlap else switching("ModuleLeNet")),
+            "overlap": overlap,
+        }
     for samples in (1, 2):
         cases[f"last batch of {samples}"] = {
             "model": "ModuleLeNet",
@@ -109,7 +118,9 @@ MATRIX = matrix()
 
 
 def plain_arguments(case: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in case.items() if key not in ("schedule", "switches")}
+    return {
+        key: value for key, value in case.items() if key not in ("schedule", "switches", "overlap")
+    }
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,7 @@ def train(
     monitor: bool = False,
     resume: str | None = None,
     samples: int = SAMPLES,
+    overlap: bool = True,
     trainer: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Trains a model and returns its weights and what Lightning knows of the run."""
@@ -49,7 +50,9 @@ def train(
     strategy: Any = "auto"
     if not plain:
         strategy = HierTrainStrategy(
-            schedule=None if schedule is None else Schedule.from_dict(schedule), timeout_seconds=60
+            schedule=None if schedule is None else Schedule.from_dict(schedule),
+            overlap=overlap,
+            timeout_seconds=60,
         )
     callbacks: list[Callback] = []
     if switches:
