@@ -22,7 +22,7 @@ from lightning_hiertrain.meeting import TIER_VARIABLE
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
-_GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 15.0
 """How long a process may take to end by itself once another one has failed."""
 
 

@@ -22,6 +22,7 @@ from typing import Any
 _MAX_FILE_BYTES = 4096
 _STALE_SECONDS = 3600.0
 _CONFLICT = ".claimed-twice"
+_STARTED = time.time()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +114,8 @@ class Rendezvous:
         """
         other = self.read(self._tier)
         if other is not None and other.process != card.process:
-            self._mark_conflict(other)
-            raise ValueError(self._describe_conflict(self._tier, other))
+            self._mark_conflict(other.process.pid)
+            raise ValueError(self._describe_conflict(self._tier, other.process.pid))
         temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
@@ -132,22 +133,22 @@ class Rendezvous:
         """
         own = self.read(self._tier)
         if own is not None and own.process != self._process:
-            self._mark_conflict(own)
+            self._mark_conflict(own.process.pid)
         for mark in self.directory.glob(f"*{_CONFLICT}"):
-            tier, _, pid = mark.name.removesuffix(_CONFLICT).rpartition(".")
-            card = self.read(tier)
-            if card is not None and pid == str(card.process.pid):  # else left by an earlier run
-                return self._describe_conflict(tier, card)
+            if _is_new(mark):
+                tier, _, pid = mark.name.removesuffix(_CONFLICT).rpartition(".")
+                return self._describe_conflict(tier, pid)
         return None
 
-    def _mark_conflict(self, card: Card) -> None:
-        self.directory.joinpath(f"{self._tier}.{card.process.pid}{_CONFLICT}").touch(mode=0o600)
+    def _mark_conflict(self, pid: int) -> None:
+        """Leaves a mark that outlives both processes: others may still be on their way here."""
+        self.directory.joinpath(f"{self._tier}.{pid}{_CONFLICT}").touch(mode=0o600)
 
-    def _describe_conflict(self, tier: str, card: Card) -> str:
+    def _describe_conflict(self, tier: str, pid: int | str) -> str:
         return (
             f"two processes claim to be tier {tier!r} of run {self.directory.name!r}, one of them "
-            f"is process {card.process.pid}; give every process a tier of its own "
-            "(HIERTRAIN_TIER), and every run a port of its own (MASTER_PORT)"
+            f"is process {pid}; give every process a tier of its own (HIERTRAIN_TIER), and every "
+            "run a port of its own (MASTER_PORT)"
         )
 
     def read(self, tier: str) -> Card | None:
@@ -159,9 +160,8 @@ class Rendezvous:
         """Removes this tier's card and those of ended tiers, and the directory with the last."""
         own = self.read(self._tier)
         if own is not None and own.process == self._process:
-            for path in (self._path, *self.directory.glob(f"{self._tier}.*{_CONFLICT}")):
-                with contextlib.suppress(OSError):
-                    path.unlink()
+            with contextlib.suppress(OSError):
+                self._path.unlink()
         self._sweep(self.directory)
 
     def _sweep(self, directory: Path) -> None:
@@ -171,10 +171,18 @@ class Rendezvous:
                 card = _read(path)
                 if card is not None and card.process.has_ended():
                     path.unlink()
-            if not any(directory.glob("*.json")):
-                for path in directory.glob(f"*{_CONFLICT}"):
+            for path in directory.glob(f"*{_CONFLICT}"):
+                if not _is_new(path):
                     path.unlink()
             directory.rmdir()
+
+
+def _is_new(mark: Path) -> bool:
+    """Whether a mark is of this process's time, not one that an earlier run has left."""
+    try:
+        return mark.stat().st_mtime >= _STARTED
+    except OSError:
+        return False
 
 
 def _read(path: Path) -> Card | None:
