@@ -397,26 +397,12 @@ class Session:
         self.settle()
         if self.weights_may_change:
             self.replicas.trust_owner_only()
-        old, new = self.replicas.owner, schedule.owner
+        new = schedule.owner
         self.replicas.bring(new)
         for worker in schedule.prefix_workers:
             names = self.chain.parameters_through(schedule.shares[worker].num_layers)
             self.replicas.bring(worker, names, with_buffers=True)
-        if old != new:
-            state = {
-                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-                "precision": precision.state_dict(),
-            }
-            moved = self.replicas.move(state if self.tier == old else None, old, new)
-            if moved is not None:
-                for optimizer, value in zip(optimizers, moved["optimizers"], strict=True):
-                    optimizer.load_state_dict(value)
-                if moved["precision"]:
-                    precision.load_state_dict(moved["precision"])
-            elif self.tier == old:
-                for optimizer in optimizers:
-                    optimizer.state.clear()
-        self.replicas.owner = new
+        self.replicas.move_ownership(new, optimizers, precision)
         self.schedule = schedule
         self._step_seconds.clear()
         self._steps = 0

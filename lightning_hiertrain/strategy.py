@@ -37,7 +37,7 @@ from lightning_hiertrain.sandbox import Sandbox
 from lightning_hiertrain.schedule import Schedule
 from lightning_hiertrain.session import Session
 from lightning_hiertrain.settings import Settings
-from lightning_hiertrain.tier_processes import TierProcesses
+from lightning_hiertrain.tier_states import TierStates
 from lightning_hiertrain.topology import Topology
 from lightning_hiertrain.transport.collectives import Collectives
 from lightning_hiertrain.user_hooks import BringWeights, UserHooks
@@ -45,7 +45,7 @@ from lightning_hiertrain.user_hooks import BringWeights, UserHooks
 log = logging.getLogger(__name__)
 
 
-class HierTrainStrategy(TierProcesses):
+class HierTrainStrategy(TierStates):
     """Trains one model across a device, an edge server and a cloud machine.
 
     The result is what one machine would have given.
@@ -185,19 +185,6 @@ class HierTrainStrategy(TierProcesses):
     def measured_step_seconds(self) -> float | None:
         """Median seconds of a training step under the schedule in force, seen from this tier."""
         return self._session.measured_step_seconds if self._session is not None else None
-
-    @property
-    def session(self) -> Session:
-        """This tier's part in the run.
-
-        Raises:
-            RuntimeError: Before the run has begun.
-        """
-        if self._session is None:
-            raise RuntimeError(
-                "the tiers meet when the Trainer starts to fit, validate, test or predict"
-            )
-        return self._session
 
     # The beginning
 
@@ -432,57 +419,7 @@ class HierTrainStrategy(TierProcesses):
             optimizer._opt_called = True  # type: ignore[attr-defined]
         return self.session.run_optimizer_step(closure, on_owner)
 
-    # States
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the newest weights on rank 0, nothing elsewhere; all call it together."""
-        self.session.settle()
-        if not self._is_interrupted:
-            self.session.bring_weights(self._tier_of_rank[0])
-        return super().lightning_module_state_dict() if self.is_global_zero else {}
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the owner's optimizer state on rank 0 and nothing elsewhere."""
-        session, rank_zero = self.session, self._tier_of_rank[0]
-        owner = session.replicas.owner
-        state = super().optimizer_state(optimizer) if session.tier == owner else None
-        if self._is_interrupted:
-            return state or {}
-        return session.replicas.move(state, owner, rank_zero) or {}
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
-    ) -> None:
-        """Writes a checkpoint on rank 0; upon an error only if this tier has the newest weights."""
-        owner = self.session.replicas.owner
-        if self._is_interrupted and self.is_global_zero and owner != self.tier:
-            log.warning(
-                "no checkpoint is written to %s: the newest weights are on tier %s, which an error "
-                "has cut off; use the last regular checkpoint",
-                filepath,
-                owner,
-            )
-            return
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        """Reads a checkpoint on rank 0 and gives it to all tiers."""
-        assert self._collectives is not None
-        source, checkpoint = self._tier_of_rank[0], None
-        if self.is_global_zero:
-            checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        loaded: dict[str, Any] = self._collectives.broadcast(checkpoint, source)
-        self.session.replicas.all_are_equal()
-        return loaded
-
     # The end
-
-    def on_train_end(self) -> None:
-        """Gives all tiers the final weights; none ends its training before all have come so far."""
-        self.session.bring_weights_everywhere()
-        self.barrier("end of training")
 
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other tiers why this one ends."""

@@ -31,6 +31,19 @@ class TierProcesses(ParallelStrategy):
     _num_nodes = 1
     _failed_process: tuple[int, int] | None = None
 
+    @property
+    def session(self) -> Session:
+        """This tier's part in the run.
+
+        Raises:
+            RuntimeError: Before the run has begun.
+        """
+        if self._session is None:
+            raise RuntimeError(
+                "the tiers meet when the Trainer starts to fit, validate, test or predict"
+            )
+        return self._session
+
     # Processes and ranks
 
     @property

@@ -8,16 +8,27 @@ missing, the other tier waits for it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_hiertrain.partition.chain import LayerChain
 from lightning_hiertrain.schedule import Schedule
 from lightning_hiertrain.transport.collectives import Collectives
 from lightning_hiertrain.transport.network import Network
+
+
+class Stateful(Protocol):
+    """What is needed of Lightning's precision plugin."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns its state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state."""
 
 
 class Replicas:
@@ -105,6 +116,35 @@ class Replicas:
             if tier != self.owner:
                 stale |= names
         self._with_buffers = {self.owner}
+
+    def move_ownership(
+        self, target: str, optimizers: Sequence[Optimizer], precision: Stateful
+    ) -> None:
+        """Makes another tier the owner, with the optimizers' state; all tiers call this together.
+
+        Args:
+            target: The new owner, which has the newest weights already.
+            optimizers: The run's optimizers.
+            precision: The precision plugin.
+        """
+        old, self.owner = self.owner, target
+        if old == target:
+            return
+        state = None
+        if self._network.tier == old:
+            state = {
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                "precision": precision.state_dict(),
+            }
+        moved = self.move(state, old, target)
+        if moved is not None:
+            for optimizer, value in zip(optimizers, moved["optimizers"], strict=True):
+                optimizer.load_state_dict(value)
+            if moved["precision"]:
+                precision.load_state_dict(moved["precision"])
+        elif self._network.tier == old:
+            for optimizer in optimizers:
+                optimizer.state.clear()
 
     def all_are_equal(self) -> None:
         """Notes that all tiers have the same weights, for example those of a checkpoint."""
