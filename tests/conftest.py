@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from tests.distributed.namespaces import Namespaces, namespaces, namespaces_available
 
@@ -20,11 +21,16 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
-    """Undoes what a test, or Lightning inside it, did to the environment (ranks, ports, seeds)."""
-    before = dict(os.environ)
+    """Undoes what a test, or Lightning inside it, did to the environment (ranks, ports, seeds).
+
+    The rank that Lightning keeps for `rank_zero_only` is part of it: a Trainer made as rank 2 would
+    silence the loggers of every later test.
+    """
+    before, rank = dict(os.environ), getattr(rank_zero_only, "rank", 0)
     yield
     os.environ.clear()
     os.environ.update(before)
+    rank_zero_only.rank = rank
 
 
 @pytest.fixture(scope="session")
