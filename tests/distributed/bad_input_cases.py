@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -200,6 +200,18 @@ def fit_with_own_settings(**settings: Any) -> None:
     fit(strategy={name: values[rank()] for name, values in settings.items()})
 
 
+def fit_with_checkpoint_on_failure(owner: str, folder: Path) -> None:
+    fit(
+        strategy={"schedule": schedule(owner)},
+        max_epochs=2,
+        enable_checkpointing=True,
+        callbacks=[
+            FailingCallback("device", "on_train_epoch_end"),
+            OnExceptionCheckpoint(str(folder), filename=f"owner-{owner}"),
+        ],
+    )
+
+
 def fit_without_cloud(topology: Path | None = None) -> None:
     if rank() == 2:
         raise LookupError("the cloud was not started")
@@ -246,6 +258,8 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "end of training on one tier": lambda _: fit(
         callbacks=[FailingCallback("cloud", "on_train_end")]
     ),
+    "checkpoint of the owner": lambda folder: fit_with_checkpoint_on_failure("device", folder),
+    "checkpoint of another tier": lambda folder: fit_with_checkpoint_on_failure("edge", folder),
     "other policies": lambda _: fit_with_own_settings(
         policy=("hiertrain", "hiertrain", "all-edge")
     ),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
@@ -50,14 +51,20 @@ FAILING_TIER = {
     "callback on one tier": ("cloud", "ArithmeticError: the callback of cloud went wrong"),
     "callback on rank 0": ("device", "ArithmeticError: the callback of device went wrong"),
     "setup on one tier": ("edge", "ArithmeticError: the callback of edge went wrong"),
+    "checkpoint of the owner": ("device", "ArithmeticError: the callback of device went wrong"),
+    "checkpoint of another tier": ("device", "ArithmeticError: the callback of device went wrong"),
     "end of training on one tier": ("cloud", "ArithmeticError: the callback of cloud went wrong"),
 }
 
 
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("topologies")
+
+
+@pytest.fixture(scope="module")
+def failures(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """How each rank failed in each case, all in the same three processes."""
-    folder = tmp_path_factory.mktemp("topologies")
     chain = make_topology(folder)
     chain.to_json(folder / "chain.json")
     triangle = replace(chain, links=(*chain.links, Link(between=("device", "cloud"))))
@@ -92,6 +99,18 @@ def test_an_error_on_one_tier_ends_all_and_is_seen_on_all(failures: Any, name: s
         assert "bad_input_cases.py" in failure["traceback"]
         if own != tier:
             assert failure["message"].startswith(f"tier {own!r} lost tier {tier!r} during ")
+
+
+def test_a_checkpoint_on_an_error_holds_the_newest_weights_or_is_not_written(
+    failures: Any, folder: Path
+) -> None:
+    # Rank 0 asked the owner for them, which took part in nothing any more.
+    checkpoint = torch.load(folder / "owner-device.ckpt", weights_only=False)
+    assert checkpoint["global_step"] == 5
+    assert checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] == 0.1
+    plain = Small.load_from_checkpoint(folder / "owner-device.ckpt")
+    assert plain.state_dict().keys() == checkpoint["state_dict"].keys()
+    assert not (folder / "owner-edge.ckpt").exists()
 
 
 def test_a_missing_tier_is_named_with_its_address(failures: Any) -> None:

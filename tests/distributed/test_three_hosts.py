@@ -18,6 +18,10 @@ from tests.distributed.training import train_plainly
 
 PAGE = (ROOT / "docs/three_machines.md").read_text()
 EXAMPLE = ROOT / "examples/lenet_cifar10"
+ENVIRONMENT = {
+    "PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
+    "OMP_NUM_THREADS": "1",
+}
 SAVE_WEIGHTS = '\n    import torch\n    torch.save(model.state_dict(), "weights.pt")\n'
 GIVEN_SCHEDULE = """
 import torch
@@ -53,8 +57,9 @@ def blocks(language: str, heading: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
 
 
-def in_network(text: str, hosts: Namespaces) -> str:
+def in_network(text: str) -> str:
     """Puts the namespaces' addresses in the place of the page's."""
+    hosts = Namespaces({})
     addresses = {
         "192.168.1.20": hosts.address("edge", seen_from="device"),
         "203.0.113.7": hosts.address("cloud", seen_from="edge"),
@@ -65,24 +70,32 @@ def in_network(text: str, hosts: Namespaces) -> str:
     return text
 
 
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory, namespaces_reason: str | None) -> Path:
+    """A folder in which topology and keys were made as the page says."""
+    if namespaces_reason is not None:
+        pytest.skip(namespaces_reason)
+    folder = tmp_path_factory.mktemp("keys")
+    (topology,) = blocks("python", "2")
+    (commands,) = blocks("sh", "3")
+    (folder / "make_topology.py").write_text(in_network(topology))
+    argv = ["sh", "-ec", f"cd {folder}\n{commands}"]
+    (end,) = run_processes([Command(argv=argv, env=ENVIRONMENT)], timeout_seconds=90)
+    assert end.returncode == 0, end.output
+    return folder
+
+
 @pytest.fixture
-def machines(three_hosts: Namespaces, tmp_path: Path) -> Mapping[str, Path]:
-    """A folder for each machine, with what the page says must be in it."""
+def machines(keys: Path, three_hosts: Namespaces, tmp_path: Path) -> Mapping[str, Path]:
+    """A folder for each machine, with what the page says must be in it, and no more."""
     folders = {tier: tmp_path / tier for tier in TIERS}
     for tier, folder in folders.items():
         folder.mkdir()
-        for name in ("model.py", "data.py", *(["cifar10_subset.npz"] if tier == "device" else [])):
+        data = ["cifar10_subset.npz"] if tier == "device" else []
+        for name in ("model.py", "data.py", *data):
             shutil.copy(EXAMPLE / name, folder)
-    first = folders["cloud"]
-    (topology,) = blocks("python", "2")
-    (first / "make_topology.py").write_text(in_network(topology, three_hosts))
-    (commands,) = blocks("sh", "3")
-    end = run_on_hosts(three_hosts, {"cloud": first}, {"cloud": commands})["cloud"]
-    assert end.returncode == 0, end.output
-    for tier, folder in folders.items():
-        if folder != first:
-            shutil.copy(first / "topology.json", folder)
-            shutil.move(first / f"{tier}.key", folder)
+        for name in ("topology.json", f"{tier}.key"):
+            shutil.copy(keys / name, folder)
     return folders
 
 
@@ -90,14 +103,10 @@ def run_on_hosts(
     hosts: Namespaces, folders: Mapping[str, Path], commands: Mapping[str, str]
 ) -> dict[str, Exit]:
     """Runs each tier's shell commands on its host, in its folder."""
-    environment = {
-        "PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
-        "OMP_NUM_THREADS": "1",
-    }
     started = [
         Command(
             argv=hosts.command(tier, ["sh", "-c", f"cd {folders[tier]}\n{command}"]),
-            env=environment,
+            env=ENVIRONMENT,
         )
         for tier, command in commands.items()
     ]
@@ -112,8 +121,8 @@ def weights(folders: Mapping[str, Path], ends: Mapping[str, Exit]) -> list[dict[
     return [torch.load(folders[tier] / "weights.pt") for tier in TIERS]
 
 
-def torchrun_commands(hosts: Namespaces) -> dict[str, str]:
-    commands = [in_network(block, hosts) for block in blocks("sh", "5b")]
+def torchrun_commands() -> dict[str, str]:
+    commands = [in_network(block) for block in blocks("sh", "5b")]
     return {re.findall(r"HIERTRAIN_TIER=(\w+)", command)[0]: command for command in commands}
 
 
@@ -150,7 +159,7 @@ def test_started_by_torchrun_it_ends_as_plain_lightning_does(
 ) -> None:
     for folder in machines.values():
         (folder / "train.py").write_text(GIVEN_SCHEDULE)
-    commands = torchrun_commands(three_hosts)
+    commands = torchrun_commands()
     if rendezvous == "c10d":
         options = re.findall(r"`(--rdzv-backend[^`]*)`", PAGE)[0].replace("\n", " ")
         host = re.findall(r"add\s+`(--rdzv-conf[^`]*)`", PAGE)[0]
