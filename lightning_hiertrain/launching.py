@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 15.0
 """How long a process may take to end by itself once another one has failed."""
+_START_GRACE_SECONDS = 3.0
+"""The same before the tiers have met: nothing is lost then, and one may only just be starting."""
 
 
 class Launcher(_SubprocessScriptLauncher):
@@ -49,8 +51,7 @@ class Launcher(_SubprocessScriptLauncher):
         report: Callable[[int, int], None],
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
-        self.has_failed = False
-        """Whether this process's run ended with an error: then the others must not outlive it."""
+        self._grace_seconds: float | None = None
         self._report = report
 
     def launch(
@@ -81,6 +82,14 @@ class Launcher(_SubprocessScriptLauncher):
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
+    def fail(self, *, has_met: bool) -> None:
+        """Notes that this process's run ended with an error: the others must not outlive it.
+
+        Args:
+            has_met: Whether the others have met this tier, and so hear of its end by themselves.
+        """
+        self._grace_seconds = _GRACE_SECONDS if has_met else _START_GRACE_SECONDS
+
     def kill(self, signum: int) -> None:
         """Sends a signal to the processes; before SIGKILL they may end by themselves."""
         if signum == getattr(signal, "SIGKILL", None):
@@ -110,9 +119,9 @@ class Launcher(_SubprocessScriptLauncher):
 
     def _end(self) -> None:
         """Ends what is left when this process ends after an error."""
-        if not self.has_failed:
+        if self._grace_seconds is None:
             return
-        self._wait(_GRACE_SECONDS)
+        self._wait(self._grace_seconds)
         for rank, process in enumerate(self.procs, start=1):
             if process.poll() is None:
                 log.warning("the process of rank %d does not end by itself: killing it", rank)

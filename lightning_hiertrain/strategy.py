@@ -424,7 +424,7 @@ class HierTrainStrategy(TierStates):
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other tiers why this one ends."""
         if isinstance(self._launcher, Launcher):
-            self._launcher.has_failed = True
+            self._launcher.fail(has_met=self._collectives is not None)
         if self._network is not None:
             tell(self._network, exception)
 
