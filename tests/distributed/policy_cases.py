@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hiertrain import HierTrainStrategy, Profile, Schedule
 from lightning_hiertrain.profiles import AffineTime, LayerProfile
+from lightning_hiertrain.transport.network import Network
 from tests.distributed.models import MODELS
 
 BATCH = 12
@@ -60,7 +62,7 @@ def train(
         plain: Whether by plain Lightning.
         folder: Where the profile lies.
         measure: Whether to measure it first and write it there.
-        slow: Bytes per second that the profile shall give every link.
+        slow: Bytes per second that every link shall carry, as profiled and as seen.
         device_factor: By how much longer the device shall take for a layer.
         schedule: A schedule to carry out as it is.
         max_steps: Training steps.
@@ -100,7 +102,11 @@ def train(
         num_sanity_val_steps=0,
     )
     loaders = [DataLoader(images(48, seed), batch_size=BATCH) for seed in (1, 2)]
-    trainer.fit(module, *loaders)
+    if slow is None:
+        trainer.fit(module, *loaders)
+    else:
+        with mock.patch.object(Network, "bytes_per_second", return_value=slow):
+            trainer.fit(module, *loaders)
     report: dict[str, Any] = {
         "initial": initial,
         "weights": {name: value.clone() for name, value in module.state_dict().items()},

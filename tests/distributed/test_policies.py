@@ -45,6 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         "measured": {"folder": folder, "measure": True, "policy": "jalad", "compression": True},
         "private": {"compression": True, "keep_inputs_on_data_tier": True},
         **{name: {"folder": folder, "policy": name} for name in EXACT},
+        "slow": {"folder": folder, "policy": "all-cloud", "slow": 1e5},
         **{name: {"folder": folder, **lossy} for name, lossy in LOSSY.items()},
     }
     runs = run_cases(
@@ -119,7 +120,7 @@ def test_the_profile_says_what_travels_of_a_sample(trained: Any) -> None:
     assert 3072 < profile["input_bytes_per_sample"] <= 3072 + table + 1
 
 
-def test_images_travel_at_a_byte_a_value(trained: Any) -> None:
-    sent = trained["all-cloud"][0]["sent"]["cloud"]["bytes_sent"]
+def test_images_travel_at_a_byte_a_value_where_links_are_slow(trained: Any) -> None:
+    sent = trained["slow"][0]["sent"]["cloud"]["bytes_sent"]
     batches = 6 + 4  # of training and of validation
     assert sent < 2 * batches * 12 * 3072 + 8 * 62006 + 200_000
