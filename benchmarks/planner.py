@@ -1,23 +1,28 @@
-"""Times the planner beside exhaustive search and HiGHS on random profiles.
+"""Times the planner beside exhaustive search, SCIP and HiGHS on random profiles.
 
     python benchmarks/planner.py                     # 8, 21, 50 and 150 layers
-    python benchmarks/planner.py --layers 8 21 --repeat 5
+    python benchmarks/planner.py --layers 8 21 --repeat 5 --output results.json
 
-Columns, in seconds, medians over the profiles, imports apart:
+Columns, in seconds, imports apart; the first three are medians over the profiles, the others are of
+the first profile:
 
     plan          `plan` from a profile, in a process that has planned nothing of this size before
     re-plan       the same after a link's bandwidth has changed by 10 %, the programme compiled
     B = 4096      `plan` for a mini-batch of 4096
-    exhaustive    every owner, cut and share in NumPy, up to `--exhaustive` layers
-    SCIP, HiGHS   one programme over all cuts, without the search, up to `--whole` layers and
-                  without overlap
+    exhaustive    every owner, cut and share in NumPy
+    SCIP, HiGHS   one programme over all cuts, without the search before it
 
+What has not ended after `--limit` seconds is stopped and shown as such, what would not fit into
+memory as "too large"; neither is tried with more layers. The last columns are the slowest `plan`
 and the greatest relative difference of the step times found by `plan` and the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import platform
 import statistics
 import sys
 import time
@@ -27,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cvxpy.error import SolverError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -39,6 +45,8 @@ from lightning_hiertrain.profiles import Profile
 from tests.unit.planning.instances import random_profile
 
 BATCH = 128
+MOST_ROWS = 50_000
+"""Of a whole programme: CVXPY needs gigabytes for more."""
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
@@ -74,8 +82,9 @@ def all_choices(profile: Profile, overlap: bool) -> tuple[PathTable, Boxes]:
     return table, Boxes.join(parts)
 
 
-def exhaustive(profile: Profile, overlap: bool) -> float:
-    """The least step time over all choices and shares."""
+def exhaustive(profile: Profile, overlap: bool, limit: float) -> float | None:
+    """The least step time over all choices and shares; `None` if time runs out."""
+    deadline = time.perf_counter() + limit
     table, boxes = all_choices(profile, overlap)
     best = np.inf
     live_sets = np.unique(boxes.least, axis=0)
@@ -92,6 +101,8 @@ def exhaustive(profile: Profile, overlap: bool) -> float:
         num_paths = 12 if not overlap else 4 * table.instance.num_layers * len(tiers)
         width = max(1, 8_000_000 // (len(shares) * num_paths))
         for first in range(0, len(group), width):
+            if time.perf_counter() > deadline:
+                return None
             paths = table.paths(group[first : first + width], num_terms=table.instance.num_layers)
             values = paths.constant[:, :, None] + paths.slope @ shares.T
             forward, backward, busy = (values[:, paths.kind == kind] for kind in range(3))
@@ -102,22 +113,41 @@ def exhaustive(profile: Profile, overlap: bool) -> float:
     return best
 
 
-def whole(profile: Profile, overlap: bool, solver: str) -> float:
-    """The programme over all choices at once, without the search."""
+def whole(profile: Profile, overlap: bool, limit: float, solver: str) -> float | None:
+    """The programme over all choices at once, without the search; `None` if time runs out."""
     table, boxes = all_choices(profile, overlap)
     paths = table.paths(boxes, num_terms=table.instance.num_layers)
     slots = programme.Slots(paths=paths, boxes=boxes)
     kept = {kind: programme._undominated(slots, kind, BATCH) for kind in range(4)}
     shape = tuple(len(rows[0]) if rows else 0 for rows in kept.values())
+    if len(boxes) * sum(shape) > MOST_ROWS:
+        raise MemoryError
     template = programme._Template(len(boxes), table.instance.num_tiers, shape)
     scale = paths.worst(boxes.least).max()
     template.fill(slots, kept, batch_size=BATCH, scale=scale)
-    template.problem.solve(solver=solver)
+    options: dict[str, Any] = (
+        {"scip_params": {"limits/time": limit}} if solver == "SCIP" else {"time_limit": limit}
+    )
+    try:
+        template.problem.solve(solver=solver, **options)
+    except SolverError:  # out of time without any schedule
+        return None
+    if template.problem.status != "optimal":
+        return None
     return float(template.problem.value) * scale / programme._SCALE
 
 
-def row(num_layers: int, overlap: bool, options: argparse.Namespace) -> list[str]:
-    columns: dict[str, list[float]] = {}
+RIVALS: dict[str, Callable[[Profile, bool, float], float | None]] = {
+    "exhaustive": exhaustive,
+    "SCIP": lambda profile, overlap, limit: whole(profile, overlap, limit, "SCIP"),
+    "HiGHS": lambda profile, overlap, limit: whole(profile, overlap, limit, "HIGHS"),
+}
+
+
+def measure(num_layers: int, overlap: bool, rivals: list[str], options: Any) -> dict[str, Any]:
+    """One row of the table: seconds by column, or why there are none."""
+    own: dict[str, list[float]] = {}
+    others: dict[str, float | str] = {}
     difference = 0.0
     for seed in range(options.repeat):
         profile = random_profile(seed, num_layers=num_layers)
@@ -125,44 +155,76 @@ def row(num_layers: int, overlap: bool, options: argparse.Namespace) -> list[str
         other = replace(link, bandwidth_bytes_per_second=1.1 * link.bandwidth_bytes_per_second)
         changed = replace(profile, links=(profile.links[0], other, *profile.links[2:]))
         programme._template.cache_clear()
-        seconds, schedule = timed(lambda p=profile: plan(p, batch_size=BATCH, overlap=overlap))
-        columns.setdefault("plan", []).append(seconds)
-        seconds, _ = timed(lambda p=changed: plan(p, batch_size=BATCH, overlap=overlap))
-        columns.setdefault("re-plan", []).append(seconds)
-        seconds, _ = timed(lambda p=profile: plan(p, batch_size=4096, overlap=overlap))
-        columns.setdefault("B = 4096", []).append(seconds)
-        others: dict[str, Callable[[], float]] = {}
-        if num_layers <= options.exhaustive:
-            others["exhaustive"] = lambda p=profile: exhaustive(p, overlap)
-        if num_layers <= options.whole and not overlap:
-            others["SCIP"] = lambda p=profile: whole(p, overlap, "SCIP")
-            others["HiGHS"] = lambda p=profile: whole(p, overlap, "HIGHS")
-        for name, function in others.items():
-            seconds, best = timed(function)
-            columns.setdefault(name, []).append(seconds)
-            difference = max(difference, abs(schedule.predicted_seconds / best - 1))
-    cells = [f"{num_layers}", "yes" if overlap else "no"]
-    for name in ("plan", "re-plan", "B = 4096", "exhaustive", "SCIP", "HiGHS"):
-        cells.append(f"{statistics.median(columns[name]):.3f}" if name in columns else "-")
-    worst = max(columns["plan"])
-    compared = "exhaustive" in columns or "HiGHS" in columns
-    return [*cells, f"{worst:.3f}", f"{difference:.0e}" if compared else "-"]
+        for name, subject, batch_size in (
+            ("plan", profile, BATCH),
+            ("re-plan", changed, BATCH),
+            ("B = 4096", profile, 4096),
+        ):
+            seconds, schedule = timed(
+                lambda p=subject, b=batch_size: plan(p, batch_size=b, overlap=overlap)
+            )
+            own.setdefault(name, []).append(seconds)
+            if name == "plan":
+                planned = schedule
+        if seed == 0:
+            for name in rivals:
+                try:
+                    seconds, best = timed(
+                        lambda p=profile, n=name: RIVALS[n](p, overlap, options.limit)
+                    )
+                except MemoryError:
+                    others[name] = "too large"
+                    continue
+                others[name] = f"> {options.limit:g}" if best is None else seconds
+                if best is not None:
+                    difference = max(difference, abs(planned.predicted_seconds / best - 1))
+    return {
+        "layers": num_layers,
+        "overlap": overlap,
+        **{name: statistics.median(seconds) for name, seconds in own.items()},
+        **others,
+        "worst plan": max(own["plan"]),
+        "difference": difference if any(isinstance(x, float) for x in others.values()) else "-",
+    }
+
+
+def cell(row: dict[str, Any], name: str) -> str:
+    value = row.get(name, "-")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.0e}" if name == "difference" else f"{value:.3f}"
+    return str(value)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 21, 50, 150])
     parser.add_argument("--repeat", type=int, default=3, help="profiles for each size")
-    parser.add_argument("--exhaustive", type=int, default=8, help="up to so many layers")
-    parser.add_argument("--whole", type=int, default=8, help="up to so many layers")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for each rival")
+    parser.add_argument("--output", type=Path, help="a JSON file for the rows")
     options = parser.parse_args()
     plan(random_profile(0, num_layers=2), batch_size=8)  # imports CVXPY and SCIP
-    names = ["layers", "overlap", "plan", "re-plan", "B = 4096", "exhaustive", "SCIP", "HiGHS"]
-    print("".join(f"{name:>12}" for name in [*names, "worst plan", "difference"]))
-    for num_layers in options.layers:
-        for overlap in (False, True):
-            cells = row(num_layers, overlap, options)
-            print("".join(f"{cell:>12}" for cell in cells), flush=True)
+    names = ["layers", "overlap", "plan", "re-plan", "B = 4096", *RIVALS]
+    names += ["worst plan", "difference"]
+    print("".join(f"{name:>12}" for name in names))
+    rows: list[dict[str, Any]] = []
+    for overlap in (False, True):
+        rivals = list(RIVALS)
+        for num_layers in sorted(options.layers):
+            row = measure(num_layers, overlap, rivals, options)
+            rivals = [name for name in rivals if isinstance(row[name], float)]
+            rows.append(row)
+            print("".join(f"{cell(row, name):>12}" for name in names), flush=True)
+    if options.output:
+        result = {
+            "command": " ".join(["python", *sys.argv]),
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+            "limit_seconds": options.limit,
+            "rows": rows,
+        }
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
