@@ -31,6 +31,7 @@ from lightning_hiertrain.profiling.codecs import (
 )
 from lightning_hiertrain.profiling.layers import LayerProfiler, TierMeasurement
 from lightning_hiertrain.profiling.links import measure_links
+from lightning_hiertrain.profiling.overhead import StepClock
 from lightning_hiertrain.sandbox import Sandbox
 from lightning_hiertrain.session import Session
 
@@ -43,6 +44,8 @@ _MOST_BYTES = 4 << 20
 """Of the first mini-batch, to find out what travels of it."""
 _CALIBRATION_BYTES = 1 << 20
 """Of the first mini-batch, to measure codecs on; more if that is less than the rows above."""
+_LEAST_STEPS = 6
+"""How many training steps it takes to know what a step needs besides its layers."""
 _CODECS_PART = 0.3
 """Of the time for measuring layers, what measuring codecs may take on top."""
 
@@ -65,8 +68,8 @@ class ProfilingCallback(Callback):
     """Measures layers and links between the first training steps.
 
     Every tier measures at once, a slice of time ahead of each step; the steps themselves are real
-    ones, taken by the data tier. It ends after `num_steps` steps, when everything is known well
-    enough, or with the first epoch.
+    ones, taken by the data tier, and show what a step needs besides its layers. It ends after
+    `num_steps` steps, when everything is known well enough, or with the first epoch.
 
     Args:
         num_steps: Steps over which the measuring is spread.
@@ -81,6 +84,7 @@ class ProfilingCallback(Callback):
         self._seconds = seconds
         self._codecs = tuple(codecs)
         self._slices = 0
+        self._clock = StepClock()
         self._profiler: LayerProfiler | None = None
         self._sandbox: Any = None
         self._example: Any = None
@@ -92,6 +96,7 @@ class ProfilingCallback(Callback):
         """Joins a trainer's callbacks, as the first one."""
         self.detach()
         self._trainer, self._slices, self.progress = trainer, 0, 0.0
+        self._clock = StepClock()
         trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
 
     def detach(self) -> None:
@@ -106,18 +111,21 @@ class ProfilingCallback(Callback):
     ) -> None:
         """Measures for a while."""
         if self.progress < 1:
-            with isolate_rng():  # the user's random numbers are not ours to take
+            # The user's random numbers are not ours to take.
+            with self._clock.between_steps(), isolate_rng():
                 self._measure(_strategy(trainer), batch)
 
     def _measure(self, strategy: Profiled, batch: Any) -> None:
         if self._profiler is None:
             self._start(strategy, batch)
         assert self._profiler is not None
-        with self._sandbox.isolated():
+        with self._sandbox.isolated(), self._clock.working():
             self._profiler.run_for(self._seconds / self._num_steps)
         self._slices += 1
         slowest = min(strategy.session.collectives.all_gather(self._profiler.progress))
-        self.progress = 1.0 if self._slices >= self._num_steps else slowest
+        self.progress = min(slowest, self._slices / min(_LEAST_STEPS, self._num_steps))
+        if self._slices >= self._num_steps:
+            self.progress = 1.0
         rank_zero_info(f"HierTrain: profiling {100 * self.progress:3.0f} %")
         if self.progress >= 1:
             self._finish(strategy)
@@ -161,15 +169,18 @@ class ProfilingCallback(Callback):
         session = strategy.session
         assert self._profiler is not None
         assert session.chain is not None
-        gathered = session.collectives.all_gather(self._profiler.result())
-        measured = dict(zip(session.network.topology.names, gathered, strict=True))
+        own = self._profiler.result()
+        overhead = self._clock.overhead_seconds(self._computed_seconds(session, own))
+        measured = session.collectives.by_tier(replace(own, overhead_seconds=overhead))
         codecs = self._measure_codecs(session, measured) if self._codecs else {}
+        links = measure_links(session.network, collector=session.data_tier)
+        here = session.collectives.by_tier(None)
         profile = assemble(
             type(session.module).__name__,
             session.chain,
             session.data_tier,
-            measured,
-            measure_links(session.network),
+            {tier: measured[tier] for tier in here},
+            tuple(link for link in links if here.keys() >= set(link.between)),
         )
         inputs, targets = self._travelling_bytes(session, session.chain, profile)
         self._forget()
@@ -181,6 +192,14 @@ class ProfilingCallback(Callback):
                 target_bytes_per_sample=targets,
             )
         )
+
+    @staticmethod
+    def _computed_seconds(session: Session, measured: TierMeasurement) -> float:
+        """What this tier computed of each training step meanwhile."""
+        if not session.is_owner:
+            return 0.0
+        assert session.mini_batch is not None
+        return measured.step_seconds(session.mini_batch.num_samples) + measured.optimizer_seconds
 
     def _forget(self) -> None:
         self._profiler = self._sandbox = self._example = self._calibration = None
@@ -221,9 +240,9 @@ class ProfilingCallback(Callback):
                     self._codecs,
                     seconds=seconds,
                 )
-        gathered = session.collectives.all_gather(times)
+        gathered = session.collectives.by_tier(times)
         losses = session.collectives.broadcast(losses, calibrator)
-        return codec_profiles(dict(zip(measured, gathered, strict=True)), losses, calibrator)
+        return codec_profiles(gathered, losses, calibrator)
 
     def _travelling_bytes(
         self, session: Session, chain: LayerChain, profile: Profile
@@ -232,7 +251,8 @@ class ProfilingCallback(Callback):
         sizes = None
         if session.is_data_tier:
             others = [tier for tier in profile.tiers if tier != session.data_tier]
-            rate = min(profile.bytes_per_second(session.data_tier, tier) for tier in others)
+            rates = [profile.bytes_per_second(session.data_tier, tier) for tier in others]
+            rate = min(rates, default=math.inf)
             rows = num_samples(self._example)
             bytes_per_sample = [x / rows for x in session.bytes_of_leaves(self._example, rate)]
             sizes = _input_and_target(chain, bytes_per_sample)
@@ -264,7 +284,11 @@ def assemble(
         target_bytes_per_sample=targets,
         data_tier=data_tier,
         tiers={
-            tier: TierProfile(optimizer_seconds=m.optimizer_seconds, loss_seconds=m.loss_seconds)
+            tier: TierProfile(
+                optimizer_seconds=m.optimizer_seconds,
+                overhead_seconds=m.overhead_seconds,
+                loss_seconds=m.loss_seconds,
+            )
             for tier, m in measured.items()
         },
         layers=tuple(

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_hiertrain.partition import LayerChain
@@ -21,6 +22,11 @@ def check_trainer(trainer: Trainer) -> None:
     Raises:
         MisconfigurationException: If there is one.
     """
+    if trainer._accelerator_connector._layer_sync is not None:
+        rank_zero_warn(
+            "`sync_batchnorm=True` is ignored: each tier normalises its share by the share's own "
+            "statistics"
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, BatchSizeFinder):
             raise MisconfigurationException(
@@ -28,6 +34,12 @@ def check_trainer(trainer: Trainer) -> None:
                 "on three machines at once; "
                 "find the batch size on one machine with `strategy='auto'` and pass it to the "
                 "dataloader"
+            )
+        if isinstance(callback, ModelPruning):
+            raise MisconfigurationException(
+                "`ModelPruning` cannot work with `HierTrainStrategy`: it changes the layers in mid-"
+                "training, and the tiers have been dealt out those that were there at the start; "
+                "prune after training, on one machine"
             )
 
 
@@ -79,6 +91,15 @@ def check_schedule(schedule: Schedule, chain: LayerChain, samples: int) -> None:
             f"plan again with `batch_size={samples}`, or let the dataloader yield "
             f"{schedule.batch_size} samples"
         )
+    depth = max((schedule.shares[x].num_layers for x in schedule.prefix_workers), default=0)
+    least = chain.least_samples(depth)
+    for tier, share in schedule.shares.items():
+        if 0 < share.num_samples < least:
+            raise ValueError(
+                f"the schedule gives tier {tier!r} {share.num_samples} sample, and layers that it "
+                f"runs normalise over the batch, which needs {least} (each has one value of a "
+                f"channel); give it {least} or none"
+            )
 
 
 def check_privacy(schedule: Schedule, data_tier: str, least_depth: int) -> None:

@@ -1,4 +1,4 @@
-"""The `hiertrain` command: plan, sweep, show, timeline, keys. Needs no training process.
+"""The `hiertrain` command: plan, sweep, show, timeline, keys, check. Needs no training process.
 
 A wrong file, format or unit ends it with one line on the standard error and exit status 2.
 """
@@ -43,27 +43,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The words after `hiertrain`; those of the process by default.
 
     Returns:
-        The exit status: 0, or 2 after one line about what is wrong.
+        The exit status: 0, 1 if a check has found something to fix, or 2 after one line about what
+        is wrong.
     """
-    commands: dict[str, Callable[[Namespace], str]] = {
+    commands: dict[str, Callable[[Namespace], str | tuple[str, int]]] = {
         "plan": _plan,
         "sweep": _sweep,
         "show": _show,
         "timeline": _timeline,
         "keys": _keys,
+        "check": _check,
     }
     try:
         parsed = _parser().parse_args(None if arguments is None else list(arguments))
-        text = commands[parsed.subcommand](parsed[parsed.subcommand])
+        done = commands[parsed.subcommand](parsed[parsed.subcommand])
     except (ArgumentError, HierTrainError, ValueError, OSError, ImportError) as error:
         sys.stderr.write(f"hiertrain: error: {' '.join(str(error).split())}\n")
         return 2
+    text, status = done if isinstance(done, tuple) else (done, 0)
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, as `head` has
         sys.stderr.close()
-    return 0
+    return status
 
 
 def _parser() -> ArgumentParser:
@@ -106,6 +109,14 @@ def _parser() -> ArgumentParser:
     command.add_argument("topology", type=str)
     command.add_argument("--out", type=str, help="folder for the private keys; the file's own")
     commands.add_subcommand("keys", command, help="make the keys of a topology")
+
+    command = _command("Looks, on every host at once, whether a run on this topology would work.")
+    command.add_argument("topology", type=str)
+    command.add_argument("--tier", type=str, help="this host's tier; the one whose key is here")
+    command.add_argument("--private_key", type=str, help="key file; TIER.key beside the topology")
+    command.add_argument("--timeout_seconds", type=float, default=120.0, help="for other tiers")
+    command.add_argument("--seconds_per_link", type=float, default=2.0, help="to measure it")
+    commands.add_subcommand("check", command, help="check hosts and links before a run")
     return parser
 
 
@@ -333,6 +344,24 @@ def _keys(arguments: Namespace) -> str:
         for name in made.names
     ]
     return "\n".join(lines)
+
+
+def _check(arguments: Namespace) -> tuple[str, int]:
+    from lightning_hiertrain.host_check import check_host, tier_of_host
+
+    topology = Topology.from_json(arguments.topology)
+    tier = arguments.tier or tier_of_host(arguments.topology, topology)
+    topology.tier(tier)
+    beside = Path(arguments.topology).with_name(f"{tier}.key")
+    check = check_host(
+        tier,
+        topology,
+        private_key=arguments.private_key or (beside if beside.exists() else None),
+        timeout_seconds=arguments.timeout_seconds,
+        seconds_per_link=arguments.seconds_per_link,
+        say=lambda what: sys.stderr.write(f"{what}\n"),
+    )
+    return check.report(), 0 if check.is_ready else 1
 
 
 if __name__ == "__main__":

@@ -128,7 +128,10 @@ def tell(network: Network, error: BaseException) -> None:
 def _shared(settings: Settings) -> dict[str, Any]:
     """Returns what must be the same on all tiers; of long values a digest."""
     given = {"schedule": settings.schedule, "profile": settings.profile}
-    names = ("data_tier", "policy", "overlap", "keep_inputs_on_data_tier", "profile_steps")
+    names = (
+        *("data_tier", "policy", "overlap", "keep_inputs_on_data_tier", "profile_steps"),
+        "on_tier_lost",
+    )
     return {
         **{f"`{name}`": getattr(settings, name) for name in names},
         **{

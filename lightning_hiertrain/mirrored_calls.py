@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_hiertrain.mirror import Mirror
+from lightning_hiertrain.mirror.saves import save_all, saves_noted
 from lightning_hiertrain.transport.network import Network
 
 
@@ -44,30 +45,53 @@ class MirroredCalls:
         return self.follow(operation, leader)
 
     def lead(
-        self, step: Callable[[], Any], weight: int | None, *, own_samples: int | None = None
+        self,
+        step: Callable[[], Any],
+        weight: int | None,
+        *,
+        own_samples: int | None = None,
+        at_once: bool = True,
     ) -> Any:
-        """Runs a step and tells the others what it did."""
+        """Runs a step and tells the others what it did, at once or with what is sent next."""
         tag = self.tag("result")
         alone, self.is_user_code_alone = self.is_user_code_alone, True
         try:
-            with self._mirror.record(weight, own_samples) as recording:
+            with (
+                saves_noted(self._mirror.trainer) as saves,
+                self._mirror.record(weight, own_samples) as recording,
+            ):
                 output = step()
                 payload = recording.payload(output)
         finally:
             self.is_user_code_alone = alone
-        self.tell(tag, payload)
+        self.tell(tag, {**payload, "saves": saves}, at_once=at_once or bool(saves))
+        save_all(self._mirror.trainer, saves)
         return output
 
     def follow(self, operation: str, leader: str) -> Any:
         """Waits for what another tier's step did and does the same."""
         tag = self.tag("result")
-        return self._mirror.replay(self._network.receive(leader, tag, operation=operation))
+        payload = self._network.receive(leader, tag, operation=operation)
+        output = self._mirror.replay(payload)
+        save_all(self._mirror.trainer, payload["saves"])
+        return output
 
-    def tell(self, tag: str, value: Any) -> None:
-        """Sends a value to all other tiers."""
+    def spread_attributes(self, leader: str) -> None:
+        """Brings attributes of the module that were too large to travel after each step."""
+        tag = self.tag("attributes")
+        if self._network.tier == leader:
+            self.tell(tag, self._mirror.large_changes())
+        else:
+            operation = "receive attributes of the module"
+            self._mirror.adopt_attributes(self._network.receive(leader, tag, operation=operation))
+
+    def tell(self, tag: str, value: Any, *, at_once: bool = True) -> None:
+        """Sends a value to all other tiers, at once or with what is sent next."""
         for tier in self._network.topology.names:
             if tier != self._network.tier:
-                self._network.send(tier, tag, value, control=None)
+                self._network.send(tier, tag, value, control=None, at_once=False)
+        if at_once:
+            self._network.let_go()
 
     def tag(self, what: str) -> str:
         """Returns a tag that no other message has, the same on all tiers."""

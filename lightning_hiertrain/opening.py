@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -19,7 +20,8 @@ from lightning_hiertrain.checks import (
     check_schedule,
     check_targets,
 )
-from lightning_hiertrain.errors import LinkError
+from lightning_hiertrain.errors import LinkError, TraceError
+from lightning_hiertrain.meeting import tell
 from lightning_hiertrain.partition import LayerChain, trace_step
 from lightning_hiertrain.partition.rows import num_samples
 from lightning_hiertrain.planning import plan
@@ -30,6 +32,17 @@ from lightning_hiertrain.session import Session
 from lightning_hiertrain.settings import Settings
 
 log = logging.getLogger(__name__)
+
+_REPLANNING_SECONDS = 3.0
+"""For a new schedule when a tier has died; all tiers left wait for it."""
+
+
+class _StepFailed(Exception):
+    """The user's own step ended with an error, which is not a refusal of ours."""
+
+    def __init__(self, error: ValueError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def open_run(
@@ -58,13 +71,21 @@ def open_run(
 
     def decide() -> tuple[LayerChain, Schedule]:
         sandbox = make_sandbox()
-        with sandbox.isolated():
-            chain = trace_step(sandbox.training_step, sandbox.module, batch)
+        try:
+            with sandbox.isolated():
+                chain = trace_step(sandbox.training_step, sandbox.module, batch)
+        except TraceError:
+            raise
+        except ValueError as error:
+            raise _StepFailed(error) from error
         if settings.keep_inputs_on_data_tier:
             check_targets(chain)
         return chain, _first_schedule(session, chain, num_samples(batch), settings, profile)
 
-    chain, schedule = _decided(session, decide)
+    try:
+        chain, schedule = _decided(session, decide)
+    except _StepFailed as failed:
+        raise failed.error from None
     session.use_chain(chain)
     if profile is not None:
         session.expect_rates(profile)
@@ -77,11 +98,37 @@ def plan_and_adopt(session: Session, profile: Profile, settings: Settings) -> No
     session.expect_rates(profile)
     samples = session.mini_batch.schedule.batch_size
     schedule = _decided(session, lambda: _plan(session, profile, samples, settings))
-    rank_zero_info(
-        f"HierTrain: schedule by policy {settings.policy}, predicted step "
-        f"{schedule.predicted_seconds:.4g} s\n{schedule.grid()}"
-    )
+    seconds = schedule.predicted_seconds  # unknown if one tier is left
+    predicted = "" if seconds is None else f", predicted step {seconds:.4g} s"
+    rank_zero_info(f"HierTrain: schedule by policy {settings.policy}{predicted}\n{schedule.grid()}")
     session.adopt(schedule)
+
+
+def replan(
+    session: Session, profile: Profile | None, settings: Settings, old: Schedule
+) -> Schedule:
+    """Makes, on the data tier, a schedule for the tiers left when one has died.
+
+    Without a profile, or if none can be planned, the owner takes over the samples of those lost.
+
+    Args:
+        session: This tier's part in the run.
+        profile: What was given or measured, with the tiers lost.
+        settings: What the user asked for.
+        old: The schedule that names a tier which has died.
+    """
+    left, samples = session.members.left, old.batch_size
+    if profile is not None and settings.schedule is None:
+        for policy in dict.fromkeys((settings.policy, "hiertrain")):
+            try:
+                with isolate_rng():
+                    chosen = replace(settings, policy=policy)
+                    return _plan(session, profile, samples, chosen, _REPLANNING_SECONDS)
+            except ValueError as error:
+                log.debug("no schedule by policy %s for %s: %s", policy, left, error)
+    if old.owner not in left:  # it was to be put in force and never was
+        return session.whole_step_on(session.data_tier, samples)
+    return old.without(set(old.shares) - set(left))
 
 
 def _first_schedule(
@@ -104,11 +151,21 @@ def _first_schedule(
     return Schedule(owner=session.data_tier, shares={session.data_tier: everything})
 
 
-def _plan(session: Session, profile: Profile, samples: int, settings: Settings) -> Schedule:
+def _plan(
+    session: Session,
+    profile: Profile,
+    samples: int,
+    settings: Settings,
+    limit_seconds: float | None = None,
+) -> Schedule:
     assert session.chain is not None
-    whole = session.chain.takes_batch_statistics(len(session.chain))
+    left = session.members.left
+    if left == (session.data_tier,):
+        return session.whole_step_on(session.data_tier, samples)
+    chain = session.chain
+    whole = chain.needs_whole_shares(len(chain))
     return plan(
-        profile,
+        profile.restricted_to(left),
         batch_size=samples,
         policy=settings.policy,
         overlap=settings.overlap,
@@ -117,6 +174,8 @@ def _plan(session: Session, profile: Profile, samples: int, settings: Settings) 
         keep_inputs_on_data_tier=settings.keep_inputs_on_data_tier,
         least_depth=settings.least_depth,
         chunk_counts=(1,) if whole else (1, 4),
+        least_samples=min(chain.least_samples(len(chain)), samples),
+        time_limit_seconds=limit_seconds,
     )
 
 
@@ -130,6 +189,10 @@ def _decided(session: Session, decide: Callable[[], Any]) -> Any:
         except ValueError as error:
             log.debug("refused", exc_info=True)
             answer = {"error": str(error)}
+        except BaseException as error:
+            # At once: whoever called the loop (a tuner) may come to collectives before it is told.
+            tell(session.network, error)
+            raise
     try:
         answer = session.collectives.broadcast(answer, session.data_tier)
     except LinkError:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ class TierProfile:
 
     optimizer_seconds: float = 0.0
     """One optimizer step over all parameters, if this tier is the owner."""
+    overhead_seconds: float = 0.0
+    """What a training step takes besides: the training loop, hooks, callbacks and messages."""
     memory_bytes: int | None = None
     """Memory that training may use; `None` for no limit."""
     loss_seconds: AffineTime = field(default_factory=lambda: AffineTime(fixed=0.0, per_sample=0.0))
@@ -65,6 +67,7 @@ class TierProfile:
 
     def __post_init__(self) -> None:
         check_number("optimizer_seconds", self.optimizer_seconds)
+        check_number("overhead_seconds", self.overhead_seconds)
         if self.memory_bytes is not None:
             check_number("memory_bytes", self.memory_bytes, positive=True)
 
@@ -190,6 +193,18 @@ class Profile:
             links=tuple(Link(between=by_rank(link.between)) for link in self.links),
         )
 
+    def restricted_to(self, tiers: Collection[str]) -> Profile:
+        """Returns the profile as if there were only some of the tiers, the data tier among them.
+
+        Raises:
+            ValueError: If the data tier is not, or no chain of links joins them.
+        """
+        return replace(
+            self,
+            tiers={name: tier for name, tier in self.tiers.items() if name in tiers},
+            links=tuple(link for link in self.links if set(link.between) <= set(tiers)),
+        )
+
     def link(self, first: str, second: str) -> LinkProfile | None:
         """Returns the direct link between two tiers, in either order, or `None`."""
         return next((link for link in self.links if {first, second} == set(link.between)), None)
@@ -222,6 +237,7 @@ class Profile:
             "tiers": {
                 name: {
                     "optimizer_seconds": tier.optimizer_seconds,
+                    "overhead_seconds": tier.overhead_seconds,
                     "memory_bytes": tier.memory_bytes,
                     "loss_seconds": tier.loss_seconds.to_dict(),
                 }
@@ -268,6 +284,7 @@ class Profile:
                 tiers={
                     name: TierProfile(
                         optimizer_seconds=tier.get("optimizer_seconds", 0.0),
+                        overhead_seconds=tier.get("overhead_seconds", 0.0),
                         memory_bytes=tier.get("memory_bytes"),
                         loss_seconds=_time(
                             tier.get("loss_seconds", {"fixed": 0.0, "per_sample": 0.0})

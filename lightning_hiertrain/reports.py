@@ -98,12 +98,13 @@ def _summary(schedule: Schedule) -> str:
 def profile_report(profile: Profile, *, batch_size: int = 128) -> str:
     """Tiers, layers with their times for a whole mini-batch, and links."""
     names = list(profile.tiers)
-    tiers = [("tier", "optimizer", "loss", "memory")]
+    tiers = [("tier", "optimizer", "loss", "overhead", "memory")]
     for name, tier in profile.tiers.items():
         memory = "no limit" if tier.memory_bytes is None else format_bytes(tier.memory_bytes)
         mark = f"{name} (data)" if name == profile.data_tier else name
         loss = format_seconds(tier.loss_seconds(batch_size))
-        tiers.append((mark, format_seconds(tier.optimizer_seconds), loss, memory))
+        optimizer, overhead = map(format_seconds, (tier.optimizer_seconds, tier.overhead_seconds))
+        tiers.append((mark, optimizer, loss, overhead, memory))
     heads = [f"{name} {way}" for name in names for way in ("forward", "backward")]
     layers = [("layer", "output", "parameters", *heads)]
     for layer in profile.layers:

@@ -57,14 +57,18 @@ class Sandbox:
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """A context in which loggers are deaf and random numbers are given back at the end."""
-        loggers = self._trainer._loggers
+        """A context in which loggers are deaf and random numbers are given back at the end.
+
+        A step that asks the Trainer to stop is not heard either.
+        """
+        loggers, stops = self._trainer._loggers, self._trainer.should_stop
         self._trainer._loggers = [DummyLogger() for _ in loggers]
         try:
             with isolate_rng():
                 yield
         finally:
             self._trainer._loggers = loggers
+            self._trainer.should_stop = stops
 
     def training_step(self, batch: Any) -> tuple[Any, ...]:
         """Runs one training step of the copy.
@@ -127,10 +131,21 @@ class _Attributes:
 
     def restore(self) -> None:
         for values, plain, changeable in self._kept:
+            self._keep_made(values, plain, changeable)
             for key in values.keys() - plain.keys() - _OF_TORCH:
                 del values[key]
             values.update(plain)
             values.update((key, self._copy(value)) for key, value in changeable.items())
+
+    def _keep_made(
+        self, values: dict[str, Any], plain: dict[str, Any], changeable: dict[str, Any]
+    ) -> None:
+        """Keeps tensors that a step makes once and finds again: tables of positions, masks."""
+        for key, value in values.items():
+            is_new = key not in _OF_TORCH and plain.get(key) is None
+            if is_new and isinstance(value, Tensor) and not value.requires_grad:
+                plain[key] = value
+                changeable[key] = self._copy(value)
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -6,8 +6,8 @@ Made by the planner (or by hand), broadcast, and carried out by the executor. Pu
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,14 @@ from lightning_hiertrain.topology import check_format, read_json
 FORMAT = 1
 _WIDEST_BAR = 60
 """Characters in `Schedule.grid` for the layers; a longer chain is drawn to scale."""
+
+_FIELDS = frozenset(
+    [
+        *("format", "owner", "shares", "policy", "predicted_seconds", "codecs", "num_chunks"),
+        "optimality_gap",
+    ]
+)
+"""Of a schedule file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,14 +130,35 @@ class Schedule:
         ]
         return tuple(sorted(workers, key=lambda tier: self.shares[tier].num_layers))
 
-    def rows(self, num_samples: int) -> dict[str, slice]:
+    def without(self, tiers: Collection[str]) -> Schedule:
+        """Returns the schedule by which the owner does what these tiers did, themselves left out.
+
+        Raises:
+            ValueError: If the owner is one of them.
+        """
+        if self.owner in tiers:
+            raise ValueError(f"there is no schedule without its owner {self.owner!r}; plan anew")
+        shares = {tier: share for tier, share in self.shares.items() if tier not in tiers}
+        samples = sum(share.num_samples for t, share in self.shares.items() if t in tiers)
+        own = shares[self.owner]
+        shares[self.owner] = replace(own, num_samples=own.num_samples + samples)
+        return replace(
+            self,
+            shares=shares,
+            codecs={tier: codec for tier, codec in self.codecs.items() if tier not in tiers},
+            predicted_seconds=None,
+            optimality_gap=None,
+        )
+
+    def rows(self, num_samples: int, *, least: int = 1) -> dict[str, slice]:
         """Deals out the rows of a mini-batch, which may be smaller, in proportion to the shares.
 
         Every tier computes the same answer: whole parts first, then the largest remainders, ties in
-        row order.
+        row order; then tiers with too few rows, the fewest first, give them to the one with most.
 
         Args:
             num_samples: Rows in the mini-batch at hand.
+            least: Rows that a tier takes at least, if any.
 
         Returns:
             For the owner and each prefix worker the rows that it takes; some may be empty.
@@ -140,6 +169,10 @@ class Schedule:
         by_remainder = sorted(range(len(order)), key=lambda i: -(exact[i] % self.batch_size))
         for i in by_remainder[: num_samples - sum(counts)]:
             counts[i] += 1
+        while few := [i for i, count in enumerate(counts) if 0 < count < min(least, num_samples)]:
+            giver = min(few, key=counts.__getitem__)
+            taker = max((i for i in range(len(order)) if i != giver), key=counts.__getitem__)
+            counts[taker], counts[giver] = counts[taker] + counts[giver], 0
         rows, start = {}, 0
         for tier, count in zip(order, counts, strict=True):
             rows[tier] = slice(start, start + count)
@@ -197,6 +230,9 @@ class Schedule:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Schedule:
         check_format(data, FORMAT, kind="schedule")
+        unknown = sorted(data.keys() - _FIELDS)
+        if unknown:
+            raise ValueError(f"a schedule has no field {unknown[0]!r}; it has {sorted(_FIELDS)}")
         try:
             return cls(
                 owner=data["owner"],

@@ -8,31 +8,37 @@ from __future__ import annotations
 
 import logging
 import statistics
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
+from lightning_hiertrain.dealing import Dealing
 from lightning_hiertrain.execution import DealtBatch, Feed, MiniBatch, Owner, PrefixWorker, Replicas
 from lightning_hiertrain.execution.settings import TrainedSettings
-from lightning_hiertrain.mirror import Mirror
+from lightning_hiertrain.members import Members, Replan
+from lightning_hiertrain.mirror import Mirror, quietly
 from lightning_hiertrain.mirrored_calls import MirroredCalls
 from lightning_hiertrain.partition.chain import LayerChain
-from lightning_hiertrain.partition.rows import batch_leaves, with_leaves
+from lightning_hiertrain.partition.rows import batch_leaves
 from lightning_hiertrain.profiles import Profile
 from lightning_hiertrain.schedule import Schedule, Share
 from lightning_hiertrain.transport.collectives import Collectives
-from lightning_hiertrain.transport.lossless import unpack
 from lightning_hiertrain.transport.network import Network
 from lightning_hiertrain.transport.observing import Doing
 
 log = logging.getLogger(__name__)
 
 _WARM_UP_STEPS = 2
+_SEVERAL_CLOSURES = (
+    "the optimizer evaluates the training step several times in one update, which "
+    "`HierTrainStrategy` cannot divide; use one that evaluates it once, such as SGD or Adam"
+)
 
 
 class Session:
@@ -45,6 +51,8 @@ class Session:
         data_tier: The tier that has the data.
         overlap: Whether transfers overlap with computation.
         keeps_inputs: Whether raw samples stay on the data tier.
+        writer: The tier that writes checkpoints and logs.
+        replan: Makes a schedule for the tiers left when one has died; `None` if that ends the run.
     """
 
     def __init__(
@@ -56,6 +64,8 @@ class Session:
         data_tier: str,
         overlap: bool,
         keeps_inputs: bool,
+        writer: str,
+        replan: Replan | None,
     ) -> None:
         self.network = network
         self.collectives = collectives
@@ -69,13 +79,16 @@ class Session:
         self.schedule: Schedule | None = None
         self.mini_batch: MiniBatch | None = None
         self.module = module
-        self._feed = Feed(network, data_tier)
+        self._feed = Feed(network, data_tier, keeps_inputs=keeps_inputs)
+        self._dealing = Dealing(
+            network, self.calls, self._feed, data_tier=data_tier, place=self.placed
+        )
+        self.members = Members(
+            network, (data_tier, writer), replan=replan, on_lost=self._make_up_for
+        )
         self._owner: Owner | None = None
         self._prefix: PrefixWorker | None = None
         self._pending: Schedule | None = None
-        self._batches = 0
-        self._ahead: MiniBatch | None = None
-        """The next mini-batch, whose samples have left already."""
         self._synchronises = True
         self._exchanged = False
         self._at_boundary = True
@@ -130,7 +143,13 @@ class Session:
     def use_chain(self, chain: LayerChain) -> None:
         """Takes the chain of layers that the data tier has traced."""
         self.chain = chain
-        self._owner = Owner(self.network, chain, self.module)
+        self._owner = Owner(
+            self.network,
+            chain,
+            self.module,
+            rows_of=lambda tier, of: self.placed(self._feed.rows_of(tier, of, chain)),
+            without_trace=self.mirror.without_trace,
+        )
         self._prefix = PrefixWorker(self.network, chain, self.module, overlap=self._overlap)
 
     def whole_step_on(self, tier: str, num_samples: int) -> Schedule:
@@ -142,7 +161,7 @@ class Session:
 
     def expect_rates(self, profile: Profile) -> None:
         """Notes what the links carry by a profile; batches are packed by that."""
-        others = [tier for tier in self.network.topology.names if tier != self.data_tier]
+        others = [tier for tier in profile.tiers if tier != self.data_tier]
         self._feed.expect_rates({t: profile.bytes_per_second(self.data_tier, t) for t in others})
 
     def bytes_of_leaves(self, batch: Any, bytes_per_second: float) -> list[int]:
@@ -173,38 +192,35 @@ class Session:
         """
         assert self.chain is not None
         self._optimizers = optimizers
-        if self._at_boundary:
-            self._step_started = time.perf_counter()
-            self._spread_changes()
-            if self._pending is not None:
-                self._switch(self._pending, optimizers, precision)
-                self._pending = None
-        self._at_boundary = False
-        self._exchanged = False
-        assert self.schedule is not None
-        tag = self.calls.tag("mini-batch")
-        if self.is_data_tier:
-            assert batch is not None
-            mini_batch, self._ahead = self._ahead, None
-            if not batch.was_dealt or mini_batch is None or mini_batch.schedule != self.schedule:
-                mini_batch = self._deal(batch)
-            self.calls.tell(tag, self._feed.announcement(mini_batch))
-            following = next_batch() if self._overlap else None
-            if following is not None:
-                self._ahead = self._deal(following)
-        else:
-            operation = "receive the number of a mini-batch"
-            announcement = self.network.receive(self.data_tier, tag, operation=operation)
-            mini_batch = self._feed.receive(announcement, self.schedule, self.chain)
-            mini_batch = replace(mini_batch, batch=self.placed(mini_batch.batch))
-        self.mini_batch = mini_batch
-        return mini_batch
+        with self.network.together():
+            if self._at_boundary:
+                self._step_started = time.perf_counter()
+                self._begin_step(batch, optimizers, precision)
+            else:
+                self._dealing.announce(batch, self.schedule, self.chain, None)
+            self._at_boundary = False
+            self._exchanged = False
+            assert self.schedule is not None
+            ahead = next_batch if self._overlap else _none
+            self.mini_batch = self._dealing.deal(batch, self.schedule, self.chain, ahead)
+        return self.mini_batch
 
-    def _deal(self, batch: DealtBatch) -> MiniBatch:
-        assert self.schedule is not None
+    def _begin_step(
+        self, batch: DealtBatch | None, optimizers: list[Optimizer], precision: Any
+    ) -> None:
+        """Announces the first mini-batch of a step; puts another schedule in force if need be."""
         assert self.chain is not None
-        self._batches += 1
-        return self._feed.deal(batch, self._batches, self.schedule, self.chain)
+        schedule, news = self._pending or self.schedule, None
+        if self.is_data_tier:
+            assert schedule is not None
+            news = self.members.news(schedule)
+            if news is not None and news["schedule"] is not None:
+                schedule = Schedule.from_dict(news["schedule"])
+        heard = self.members.hear(self._dealing.announce(batch, schedule, self.chain, news))
+        pending, self._pending = heard or self._pending, None
+        self._spread_changes()
+        if pending is not None:
+            self._switch(pending, optimizers, precision)
 
     def begin_evaluation_batch(self, batch: Any, weight: int | None) -> tuple[Any, int | None]:
         """Brings a batch of validation, test or prediction to the tier that evaluates.
@@ -214,22 +230,7 @@ class Session:
         """
         self.settle()
         self.replicas.bring(self.evaluator)
-        tag = self.calls.tag("evaluation")
-        if self.is_data_tier:
-            for tier in self.network.topology.names:
-                if tier != self.tier:
-                    message: dict[str, Any] = {"batch": None, "weight": weight}
-                    if tier == self.evaluator:
-                        message |= self._feed.packed(batch, batch_leaves(batch), tier, "evaluation")
-                    self.network.send(tier, tag, message, control=None)
-            return batch, weight
-        message = self.network.receive(
-            self.data_tier, tag, operation="receive a batch of validation, test or prediction"
-        )
-        batch = message["batch"]
-        if "leaves" in message:
-            batch = self.placed(with_leaves(batch, [unpack(leaf) for leaf in message["leaves"]]))
-        return batch, message["weight"]
+        return self._dealing.evaluate(batch, weight, self.evaluator)
 
     def placed(self, batch: Any) -> Any:
         """Moves a batch to this tier's accelerator."""
@@ -254,10 +255,13 @@ class Session:
             owner = self._owner
             own = mini_batch.owner_rows
             return self.calls.lead(
-                lambda: owner.forward(mini_batch, step), mini_batch.weight, own_samples=own
+                lambda: owner.forward(mini_batch, step),
+                mini_batch.weight,
+                own_samples=own,
+                at_once=False,  # the others wait for gradients or the update
             )
         if mini_batch.batch is not None:
-            self._prefix.forward(mini_batch, step)
+            self._prefix.forward(mini_batch, quietly(self.module, step))
         return self.calls.follow("end its training step", self.owner)
 
     def run_backward(self, backward: Callable[[Callable[[], None]], Any]) -> Any:
@@ -298,6 +302,8 @@ class Session:
         index, observer = self.mini_batch.index, self.network.observer
 
         def whole_closure() -> Any:
+            if self._exchanged:
+                raise MisconfigurationException(_SEVERAL_CLOSURES)
             result = closure()
             self._exchange()
             if observer is not None and self.is_owner:
@@ -327,6 +333,7 @@ class Session:
                 self._prefix.expect_weights(index, self.schedule)
             if observer is not None:
                 observer.step_ended()
+        self._feed.forget(index)
         self.replicas.stepped(self.schedule, self.chain)
         self._at_boundary = True
         self._steps += 1
@@ -356,7 +363,17 @@ class Session:
         """Gives all tiers the newest weights and buffers."""
         self.bring_weights(*self.network.topology.names)
 
+    def end_training(self) -> None:
+        """Gives all tiers all that the owner has."""
+        self.bring_weights_everywhere()
+        self.calls.spread_attributes(self.owner)
+
     # Inside
+
+    def _make_up_for(self, lost: str) -> None:
+        """Sends the owner the rows of a tier that has died; the links' thread must not wait."""
+        if self.is_data_tier:
+            threading.Thread(target=self._feed.make_up_for, args=(lost,), daemon=True).start()
 
     def _spread_changes(self) -> None:
         """Gives the prefix workers the weights that hooks have changed since the update."""
@@ -398,13 +415,21 @@ class Session:
         if self.weights_may_change:
             self.replicas.trust_owner_only()
         new = schedule.owner
+        self.members.need(self.replicas.owner, new)
+        if new != self.owner:
+            self.calls.spread_attributes(self.owner)
         self.replicas.bring(new)
         for worker in schedule.prefix_workers:
             names = self.chain.parameters_through(schedule.shares[worker].num_layers)
             self.replicas.bring(worker, names, with_buffers=True)
         self.replicas.move_ownership(new, optimizers, precision)
+        self.members.need(new)
         self.schedule = schedule
         self._step_seconds.clear()
         self._steps = 0
         for parameter in self.module.parameters():
             parameter.grad = None
+
+
+def _none() -> None:
+    return None

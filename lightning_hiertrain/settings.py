@@ -10,7 +10,7 @@ from lightning_hiertrain.planning import POLICIES
 from lightning_hiertrain.planning.codecs import candidates
 from lightning_hiertrain.profiles import Profile
 from lightning_hiertrain.schedule import Schedule
-from lightning_hiertrain.topology import Topology
+from lightning_hiertrain.topology import KEY_CHARACTERS, Topology
 from lightning_hiertrain.transport.codecs import check_codec
 
 
@@ -36,8 +36,10 @@ class Settings:
     profile_seconds: float
     timeout_seconds: float
     silence_seconds: float
+    on_tier_lost: str
 
     def __post_init__(self) -> None:
+        self._check_types()
         tiers = self.tiers
         if len(set(tiers)) != len(tiers) or len(tiers) < 2:
             raise ValueError(f"`tiers` must name two or more different tiers, got {tiers}")
@@ -51,6 +53,12 @@ class Settings:
             value = getattr(self, name)
             if not value > 0:
                 raise ValueError(f"`{name}` must be above 0, got {value!r}")
+        if self.on_tier_lost not in ("continue", "stop"):
+            raise ValueError(
+                f"`on_tier_lost` must be 'continue' or 'stop', got {self.on_tier_lost!r}"
+            )
+        if isinstance(self.least_depth, bool) or not isinstance(self.least_depth, int):
+            raise TypeError(f"`least_depth` must be a whole number, got {self.least_depth!r}")
         if self.least_depth < 1:
             raise ValueError(f"`least_depth` must be at least 1, got {self.least_depth}")
         if not self.accuracy_loss_limit >= 0:
@@ -80,6 +88,24 @@ class Settings:
                     f"`data_tier` is {self.data_tier!r}; pass the same, or change the profile: "
                     f"`dataclasses.replace(profile, data_tier={self.data_tier!r})`"
                 )
+
+    def _check_types(self) -> None:
+        for name, cls in (("schedule", Schedule), ("profile", Profile), ("topology", Topology)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, cls):
+                raise TypeError(
+                    f"`{name}` must be a `{cls.__name__}` or a path, got {type(value).__name__!r}; "
+                    f"a dictionary becomes one by `{cls.__name__}.from_dict`"
+                )
+        for name in ("overlap", "keep_inputs_on_data_tier"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"`{name}` must be True or False, got {getattr(self, name)!r}")
+        key = self.private_key
+        is_key_itself = isinstance(key, str) and len(key) == KEY_CHARACTERS
+        if key is not None and not is_key_itself and not Path(key).is_file():
+            raise ValueError(
+                f"`private_key` must be the file of this tier's key; there is no {str(key)!r}"
+            )
 
     @property
     def codecs(self) -> tuple[str, ...]:

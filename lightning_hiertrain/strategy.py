@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_hiertrain.agreement import Agreement
 from lightning_hiertrain.callbacks import ProfilingCallback
 from lightning_hiertrain.checks import check_module, check_trainer
 from lightning_hiertrain.execution.settings import TrainedSettings
@@ -30,7 +31,7 @@ from lightning_hiertrain.execution.shown import shown
 from lightning_hiertrain.launching import Launcher
 from lightning_hiertrain.lookahead import LookAhead, batch_size
 from lightning_hiertrain.meeting import meet, open_links, tell
-from lightning_hiertrain.opening import open_run, plan_and_adopt
+from lightning_hiertrain.opening import open_run, plan_and_adopt, replan
 from lightning_hiertrain.profiles import Profile
 from lightning_hiertrain.remote_data import RemoteData, sized_token
 from lightning_hiertrain.sandbox import Sandbox
@@ -79,6 +80,8 @@ class HierTrainStrategy(TierStates):
         timeout_seconds: How long a tier waits for another before it gives up, at the start and in
             every step.
         silence_seconds: After how long without a sign of life a tier counts as lost.
+        on_tier_lost: What happens when a tier dies that is neither the owner nor the data tier nor
+            the one that writes checkpoints: training goes on without it, or stops with an error.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
@@ -110,6 +113,7 @@ class HierTrainStrategy(TierStates):
         profile_seconds: float = 15.0,
         timeout_seconds: float = 120.0,
         silence_seconds: float = 10.0,
+        on_tier_lost: Literal["continue", "stop"] = "continue",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -145,6 +149,7 @@ class HierTrainStrategy(TierStates):
             profile_seconds=profile_seconds,
             timeout_seconds=timeout_seconds,
             silence_seconds=silence_seconds,
+            on_tier_lost=on_tier_lost,
         )
         self._tiers = self._tier_of_rank = self._settings.tiers
         self._profile = self._settings.profile
@@ -156,6 +161,7 @@ class HierTrainStrategy(TierStates):
         self._weight: int | None = None
         self._hooks: UserHooks | None = None
         self._bring_weights = BringWeights(lambda: self.session)
+        self._agreement = Agreement(lambda told: self.session.collectives.all_gather(told))
 
     # What is in force
 
@@ -209,6 +215,8 @@ class HierTrainStrategy(TierStates):
                 data_tier=self._settings.data_tier,
                 overlap=self._settings.overlap,
                 keeps_inputs=self._settings.keep_inputs_on_data_tier,
+                writer=self._tier_of_rank[0],
+                replan=self._replan if self._settings.on_tier_lost == "continue" else None,
             )
         self._session.mirror.wrap_hooks(self._run_hook)
         self._remote_data = RemoteData(
@@ -219,11 +227,13 @@ class HierTrainStrategy(TierStates):
             collectives=self._collectives,
         )
         self._remote_data.install()
+        self.follow_rank_zero_checkpoints(trainer)
         self._lookahead = LookAhead(trainer, module)
         self._hooks = UserHooks(trainer, module)
         self._session.weights_may_change = self._hooks.change_weights
         if trainer.state.fn == TrainerFn.FITTING:
             self._bring_weights.attach(trainer, self._hooks)
+            self._agreement.attach(trainer)
         if trainer.state.fn == TrainerFn.FITTING and self._settings.measures and not self._profile:
             self._profiling.attach(trainer)
 
@@ -239,7 +249,9 @@ class HierTrainStrategy(TierStates):
         if self._failed_process is not None:
             self._note_failed_process(*self._failed_process)
         self._tier_of_rank = meet(self._network, self._settings, self.global_rank)
-        self._collectives = Collectives(self._network, self._tiers)
+        self._collectives = Collectives(
+            self._network, self._tiers, collector=self._settings.data_tier
+        )
 
     def setup(self, trainer: Trainer) -> None:
         """Refuses what cannot work and gives all tiers the same weights."""
@@ -307,9 +319,7 @@ class HierTrainStrategy(TierStates):
     def sandbox(self) -> Sandbox:
         """Returns a copy of the module to trace and measure."""
         assert self.lightning_module is not None
-        return Sandbox(
-            self.lightning_module, self.optimizers, self.precision_plugin.train_step_context
-        )
+        return Sandbox(self.lightning_module, self.optimizers, self._in_step)
 
     def adopt_profile(self, profile: Profile) -> None:
         """Plans from a profile and puts the schedule in force from the next optimizer step on.
@@ -322,6 +332,9 @@ class HierTrainStrategy(TierStates):
         self._profile = profile
         plan_and_adopt(self.session, profile, self._settings)
 
+    def _replan(self, schedule: Schedule) -> Schedule:
+        return replan(self.session, self._profile, self._settings, schedule)
+
     # Steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -330,10 +343,16 @@ class HierTrainStrategy(TierStates):
         training_step, rest = self.lightning_module.training_step, args[1:]
 
         def step(batch: Any) -> Any:
-            with self.precision_plugin.train_step_context():
+            with self._in_step():
                 return training_step(batch, *rest, **kwargs)
 
         return self.session.run_training_step(step)
+
+    @contextmanager
+    def _in_step(self) -> Generator[None, None, None]:
+        """Where training steps run: what is compiled cannot be divided, so it runs as written."""
+        with torch.compiler.set_stance("force_eager"), self.precision_plugin.train_step_context():
+            yield
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's `validation_step` on the owner; returns its output on every tier."""
@@ -427,15 +446,18 @@ class HierTrainStrategy(TierStates):
             self._launcher.fail(has_met=self._collectives is not None)
         if self._network is not None:
             tell(self._network, exception)
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         """Takes back every change to the user's objects; the links stay for a later `test()`."""
         if self._session is not None:
             self._session.mirror.close()
         self._profiling.detach()
+        self._agreement.detach()
         self._bring_weights.detach()
         if self._remote_data is not None:
             self._remote_data.restore()
+        self.choose_own_checkpoints()
         super().teardown()
 
     @classmethod

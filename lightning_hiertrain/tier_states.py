@@ -6,8 +6,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch.optim import Optimizer
 
+from lightning_hiertrain.checkpoint_files import WholeFiles
 from lightning_hiertrain.tier_processes import TierProcesses
 
 log = logging.getLogger(__name__)
@@ -15,6 +19,31 @@ log = logging.getLogger(__name__)
 
 class TierStates(TierProcesses):
     """The part of the strategy that collects states on rank 0 and spreads them again."""
+
+    _followed: Any = None
+    """The Trainer's part that restores checkpoints, while it follows rank 0."""
+
+    def follow_rank_zero_checkpoints(self, trainer: Trainer) -> None:
+        """Lets all tiers go on from the checkpoint that rank 0 has chosen, or from none.
+
+        `ckpt_path="last"` is looked up in a folder, and that of rank 0 alone has checkpoints.
+        """
+        connector = trainer._checkpoint_connector
+        resume = type(connector).resume_start
+
+        def resume_start(checkpoint_path: str | Path | None = None, **kwargs: Any) -> None:
+            assert self._collectives is not None
+            own = None if checkpoint_path is None else str(checkpoint_path)
+            chosen = self._collectives.broadcast(own, self._tier_of_rank[0])
+            resume(connector, chosen, **kwargs)
+
+        vars(connector)["resume_start"] = resume_start
+        self._followed = connector
+
+    def choose_own_checkpoints(self) -> None:
+        """Takes back what `follow_rank_zero_checkpoints` has changed."""
+        if self._followed is not None:
+            vars(self._followed).pop("resume_start", None)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the newest weights on rank 0, nothing elsewhere; all call it together."""
@@ -31,6 +60,32 @@ class TierStates(TierProcesses):
         if self._is_interrupted:
             return state or {}
         return session.replicas.move(state, owner, rank_zero) or {}
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes checkpoints: the user's plugin, or files that are always whole."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFiles()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeFiles()  # kept if it wraps none yet
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def _whole_files(self) -> WholeFiles | None:
+        io: CheckpointIO | None = self.checkpoint_io
+        while isinstance(io, _WrappingCheckpointIO):
+            io = io.checkpoint_io
+        return io if isinstance(io, WholeFiles) else None
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Says on rank 0 from where the run can be resumed."""
+        files = self._whole_files() if self.is_global_zero else None
+        if files is not None and files.last_path is not None:
+            log.warning("training has not come to its end: %s", files.last_good())
+        super().on_exception(exception)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
@@ -61,5 +116,5 @@ class TierStates(TierProcesses):
 
     def on_train_end(self) -> None:
         """Gives all tiers the final weights; none ends its training before all have come so far."""
-        self.session.bring_weights_everywhere()
+        self.session.end_training()
         self.barrier("end of training")

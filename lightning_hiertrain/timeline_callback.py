@@ -153,19 +153,20 @@ class TimelineCallback(Callback):
         """Gathers what all tiers have noted; all call it after the same step."""
         strategy, recorder = _strategy(trainer), self._recorder
         session = strategy.session
-        network, tiers = session.network, session.network.topology.names
+        network = session.network
         assert recorder is not None
         notes = recorder.notes()
         network.observer = self._recorder = None
         self._wanted = frozenset() if self._wanted is None else self._wanted
-        is_zero = session.collectives.all_gather(bool(trainer.is_global_zero))
-        zero = tiers[is_zero.index(True)]
+        is_zero = session.collectives.by_tier(bool(trainer.is_global_zero))
+        zero = next(tier for tier, is_it in is_zero.items() if is_it)
         network.flush()
         session.collectives.barrier("timeline")
         clocks = compare_clocks(network, zero, name=str(self._step))
-        gathered = session.collectives.gather(notes, zero)
+        gathered = session.collectives.gather_by_tier(notes, zero)
         if gathered is not None:
-            self._write(strategy, dict(zip(tiers, gathered, strict=True)), clocks)
+            here = gathered.keys() & clocks.keys()
+            self._write(strategy, {tier: gathered[tier] for tier in here}, clocks)
 
     def _write(
         self, strategy: Watched, notes: dict[str, dict[str, Any]], clocks: dict[str, Clock]

@@ -21,6 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.overrides import TorchFunctionMode
 
+from lightning_hiertrain.agreement import mentions
 from lightning_hiertrain.errors import HierTrainError
 from lightning_hiertrain.partition.calls import Function, function_name, tensors_in
 from lightning_hiertrain.partition.withheld import ASKED
@@ -34,6 +35,15 @@ _AT_EACH_STEP = tuple(
     getattr(lightning_callbacks, name)
     for name in ("WeightAveraging",)
     if hasattr(lightning_callbacks, name)
+)
+_SPEAKING_OF_WEIGHTS = (
+    *("state_dict", "parameters", "named_parameters", "weight", "bias"),
+    *("eval", "forward", "predict_step"),
+)
+"""Names that code mentions which uses weights, perhaps not in the first step yet."""
+_ALL_WEIGHTS = (
+    "the callback `%s` uses the weights between steps: all weights travel to all tiers after every "
+    "step, which takes time; if the end of an epoch will do, use `on_train_epoch_end`"
 )
 _BETWEEN_STEPS = ("on_train_batch_start", "on_train_batch_end", "optimizer_step")
 _AT_EPOCHS = (
@@ -74,8 +84,6 @@ class UserHooks:
         """Whether weights may be others after a step than those that the step has made."""
         self.read_weights_at_epochs = overrides(_AT_EPOCHS, foreign)
         """Whether all tiers need all weights at the ends of epochs and before validation."""
-        self.read_weights_at_steps = any(isinstance(x, _AT_EACH_STEP) for x in found)
-        """Whether all tiers need all weights after each step."""
         self.between_steps = [
             (callback, name)
             for callback in foreign
@@ -84,6 +92,13 @@ class UserHooks:
             if hasattr(Callback, name) and is_overridden(name, callback, Callback)
         ]
         """Callbacks that may need all weights after each step, and the names of the hooks."""
+        speaking = [x for x, _ in self.between_steps if mentions(x, _SPEAKING_OF_WEIGHTS)]
+        if speaking:
+            log.warning(_ALL_WEIGHTS, type(speaking[0]).__name__)
+        self.read_weights_at_steps = bool(speaking) or any(
+            isinstance(x, _AT_EACH_STEP) for x in found
+        )
+        """Whether all tiers need all weights after each step."""
 
 
 class BringWeights(Callback):
@@ -140,12 +155,7 @@ class BringWeights(Callback):
             users = [answer for answer in answers if answer is not None]
             self._at_steps = bool(users)
             if users:
-                log.warning(
-                    "the callback `%s` uses the weights between steps: from now on all weights "
-                    "travel to all tiers after every step, which takes time; if the end of an "
-                    "epoch will do, use `on_train_epoch_end`",
-                    users[0],
-                )
+                log.warning(_ALL_WEIGHTS, users[0])
         if self._at_steps or self._undecided:
             self._session().bring_weights_everywhere()
 

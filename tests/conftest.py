@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 # Before anything imports torch: threads of several processes on few cores only wait for each other.
@@ -13,6 +14,10 @@ from hypothesis import settings
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from tests.distributed.namespaces import Namespaces, namespaces, namespaces_available
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background by a shell; processes that tests interrupt would not hear it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)

@@ -11,7 +11,8 @@ from lightning_hiertrain.partition.chain import LayerChain
 def chunks_of(mini_batch: MiniBatch, worker: str, chain: LayerChain) -> list[slice]:
     """Returns the chunks of a prefix worker's rows, the same on both ends of the link.
 
-    Layers that take statistics over the batch see all rows at once: then there is one chunk.
+    Layers that take statistics over the batch or change buffers see all rows at once: then there is
+    one chunk.
 
     Args:
         mini_batch: The mini-batch at hand.
@@ -25,7 +26,7 @@ def chunks_of(mini_batch: MiniBatch, worker: str, chain: LayerChain) -> list[sli
     count = rows.stop - rows.start
     schedule = mini_batch.schedule
     wanted = min(schedule.num_chunks, count)
-    if wanted > 1 and chain.takes_batch_statistics(schedule.shares[worker].num_layers):
+    if wanted > 1 and chain.needs_whole_shares(schedule.shares[worker].num_layers):
         wanted = 1
     bounds = [count * i // wanted for i in range(wanted + 1)] if wanted else [0]
     return [slice(a, b) for a, b in pairwise(bounds)]

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
+from lightning_hiertrain.errors import HierTrainError, LinkError
 from lightning_hiertrain.partition.chain import LayerChain
 from lightning_hiertrain.partition.rows import batch_leaves, num_samples, with_leaves
-from lightning_hiertrain.partition.views import filled, owner_leaves, prefix_leaves
+from lightning_hiertrain.partition.views import filled, fits, owner_leaves, prefix_leaves
 from lightning_hiertrain.schedule import Schedule
 from lightning_hiertrain.transport.lossless import Packer, content_bytes, unpack
 from lightning_hiertrain.transport.network import Network
 from lightning_hiertrain.transport.observing import Doing
+
+log = logging.getLogger(__name__)
+
+_CHANGED = (
+    "a tier died in the first mini-batch, whose samples the step changes in place, so that they "
+    "cannot be computed again (of later mini-batches there are copies); start anew"
+)
+_OTHER_STRUCTURE = (
+    "a mini-batch has other tensors than the first one, or other numbers of rows in them, and "
+    "cannot be divided; it would travel to the owner as a whole, which "
+    "`keep_inputs_on_data_tier=True` forbids; let the dataloader yield batches of one structure"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +48,8 @@ class MiniBatch:
     none."""
     batch: Any
     """What this tier's step sees; `None` on a tier that takes no part."""
+    is_divided: bool = True
+    """Whether it has the structure that was traced; if not, the owner takes all of it."""
 
     @property
     def cuts(self) -> tuple[tuple[str, int, int], ...]:
@@ -59,19 +76,30 @@ class DealtBatch:
     """Whether it is the one that the step before knew as the next."""
 
 
+Announcement = tuple[int, int, int | None, bool]
+"""Index, samples and weight of a mini-batch, and whether it is divided."""
+
+
 class Feed:
     """Deals mini-batches on the data tier and receives them on the others.
 
     Args:
         network: The links of this tier.
         data_tier: The tier that has the data.
+        keeps_inputs: Whether raw samples stay there.
     """
 
-    def __init__(self, network: Network, data_tier: str) -> None:
+    def __init__(self, network: Network, data_tier: str, *, keeps_inputs: bool = False) -> None:
+        self._keeps_inputs = keeps_inputs
         self._network = network
         self._data_tier = data_tier
         self._packer = Packer()
         self._rates: Mapping[str, float] = {}
+        self._kept: dict[int, _Kept] = {}
+        """On the data tier, by index: the mini-batches since the last update, and the next one."""
+        self._dealing = threading.Lock()
+        self._copies = False
+        """Whether steps change their batch in place, so that copies are kept."""
 
     def expect_rates(self, bytes_per_second: Mapping[str, float]) -> None:
         """Takes what the way to each tier was measured to carry, by which packing is chosen."""
@@ -84,7 +112,13 @@ class Feed:
         return max(rates, default=None)
 
     def deal(
-        self, dealt: DealtBatch, index: int, schedule: Schedule, chain: LayerChain
+        self,
+        dealt: DealtBatch,
+        index: int,
+        schedule: Schedule,
+        chain: LayerChain,
+        *,
+        ahead: bool = False,
     ) -> MiniBatch:
         """Sends every other tier its rows.
 
@@ -93,13 +127,17 @@ class Feed:
             index: A number that no other mini-batch of the run has.
             schedule: The schedule in force.
             chain: The model's chain of layers.
+            ahead: Whether it is that of the next step: what this step needs travels first.
 
         Returns:
             The mini-batch as this tier's step sees it.
         """
         batch, weight = dealt.content, dealt.weight
         samples = num_samples(batch)
-        rows = schedule.rows(samples)
+        is_divided = fits(batch, chain)
+        if self._keeps_inputs and not is_divided:
+            raise HierTrainError(_OTHER_STRUCTURE)
+        rows = _rows(schedule, samples, chain, is_divided=is_divided)
         leaves = batch_leaves(batch)
         mini_batch = MiniBatch(
             index=index,
@@ -108,33 +146,83 @@ class Feed:
             rows=rows,
             weight=weight,
             batch=None,
+            is_divided=is_divided,
         )
-        for tier in self._network.topology.names:
-            if tier != self._data_tier:
-                seen = self._seen(tier, mini_batch, chain, leaves)
-                if seen is not None:
-                    message = self.packed(batch, seen, tier, "training")
-                    self._network.send(tier, f"{index}/batch", message, control=None)
+        with self._dealing:
+            if self._copies:
+                batch = with_leaves(batch, [leaf.clone() for leaf in leaves])
+            kept = _Kept(mini_batch=mini_batch, batch=batch, chain=chain, versions=_versions(batch))
+            if any(self._network.membership.can_spare(tier) for tier, _, _ in mini_batch.cuts):
+                self._kept[index] = kept
+            for tier in self._network.topology.names:
+                if tier != self._data_tier:
+                    self._send_rows(kept, tier, ahead=ahead)
         return self._with_own(
-            mini_batch, batch, self._seen(self._data_tier, mini_batch, chain, leaves), chain
+            mini_batch, dealt.content, self._seen(self._data_tier, mini_batch, chain, leaves), chain
         )
 
-    def announcement(self, mini_batch: MiniBatch) -> tuple[int, int, int | None]:
-        """Returns what every tier is told of a mini-batch, for `receive`."""
-        return mini_batch.index, mini_batch.num_samples, mini_batch.weight
+    def make_up_for(self, lost: str) -> None:
+        """Sends the owner, from the data tier, the rows of a tier that has died.
+
+        Args:
+            lost: The tier. Its rows of later mini-batches go to the owner at once.
+        """
+        try:
+            with self._dealing:
+                for kept in self._kept.values():
+                    if lost not in kept.made_up_for:
+                        self._send_rows(kept, lost)
+        except (LinkError, RuntimeError):  # the owner is lost too, or the run has ended
+            log.debug("the rows of tier %s have not reached the owner", lost, exc_info=True)
+
+    def rows_of(self, lost: str, mini_batch: MiniBatch, chain: LayerChain) -> Any:
+        """Returns on the owner the batch as a prefix worker that has died would have seen it."""
+        rows = mini_batch.rows[lost]
+        if self._network.tier == self._data_tier:
+            kept = self._kept[mini_batch.index]
+            if kept.has_changed:
+                raise HierTrainError(_CHANGED)
+            batch, seen = kept.batch, self._seen(lost, mini_batch, chain, batch_leaves(kept.batch))
+        else:
+            message = self._network.receive(
+                self._data_tier,
+                f"{mini_batch.index}/batch of {lost}",
+                operation=f"receive what tier {lost!r} had of mini-batch {mini_batch.index}",
+            )
+            if message is None:
+                raise HierTrainError(_CHANGED)
+            batch = message["batch"]
+            seen = [None if leaf is None else unpack(leaf) for leaf in message["leaves"]]
+        assert seen is not None
+        device = batch_leaves(batch)[0].device
+        copies = [None if leaf is None else leaf.clone() for leaf in seen]
+        return with_leaves(batch, filled(chain, copies, _length(rows), device))
+
+    def forget(self, index: int) -> None:
+        """Drops the mini-batches up to one whose update has been made."""
+        with self._dealing:
+            for old in [known for known in self._kept if known <= index]:
+                self._copies |= self._kept.pop(old).has_changed
 
     def receive(
-        self, announcement: tuple[int, int, int | None], schedule: Schedule, chain: LayerChain
+        self, announcement: Announcement, schedule: Schedule, chain: LayerChain
     ) -> MiniBatch:
-        """Waits for this tier's rows of a mini-batch, if it has any."""
-        index, samples, weight = announcement
+        """Waits for this tier's rows of a mini-batch, if it has any.
+
+        Args:
+            announcement: What `Dealing` announced of the mini-batch.
+            schedule: The schedule in force.
+            chain: The model's chain of layers.
+        """
+        index, samples, weight, is_divided = announcement
         mini_batch = MiniBatch(
             index=index,
             schedule=schedule,
             num_samples=samples,
-            rows=schedule.rows(samples),
+            rows=_rows(schedule, samples, chain, is_divided=is_divided),
             weight=weight,
             batch=None,
+            is_divided=is_divided,
         )
         tier = self._network.tier
         if tier != schedule.owner and all(name != tier for name, _, _ in mini_batch.cuts):
@@ -177,11 +265,28 @@ class Feed:
             for position, leaf in enumerate(leaves)
         ]
 
+    def _send_rows(self, kept: _Kept, tier: str, *, ahead: bool = False) -> None:
+        """Sends a tier its rows, or the owner if the tier has died."""
+        mini_batch, batch = kept.mini_batch, kept.batch
+        seen = self._seen(tier, mini_batch, kept.chain, batch_leaves(batch))
+        if seen is None:
+            return
+        target, tag = tier, f"{mini_batch.index}/batch"
+        if self._network.membership.spares(tier):
+            kept.made_up_for.add(tier)
+            target, tag = mini_batch.schedule.owner, f"{tag} of {tier}"
+        if target != self._data_tier:
+            unusable = target != tier and kept.has_changed
+            message = None if unusable else self.packed(batch, seen, target, "training")
+            self._network.send(target, tag, message, control=None, ahead=ahead)
+
     def _with_own(
         self, mini_batch: MiniBatch, batch: Any, seen: list[Tensor | None] | None, chain: LayerChain
     ) -> MiniBatch:
         if seen is None:
             return mini_batch
+        if not mini_batch.is_divided:
+            return replace(mini_batch, batch=with_leaves(batch, [x for x in seen if x is not None]))
         own = _length(mini_batch.rows[self._network.tier])
         leaves = filled(chain, seen, own, batch_leaves(batch)[0].device)
         return replace(mini_batch, batch=with_leaves(batch, leaves))
@@ -198,6 +303,37 @@ class Feed:
             )
         depth = next((depth for name, depth, _ in cuts if name == tier), None)
         return None if depth is None else prefix_leaves(chain, leaves, depth, mini_batch.rows[tier])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """A whole mini-batch that may be needed again."""
+
+    mini_batch: MiniBatch
+    batch: Any
+    chain: LayerChain
+    versions: list[int]
+    """Of its tensors, when it was dealt out."""
+    made_up_for: set[str] = field(default_factory=set)
+    """Tiers that have died and whose rows have gone to the owner."""
+
+    @property
+    def has_changed(self) -> bool:
+        return _versions(self.batch) != self.versions
+
+
+def _versions(batch: Any) -> list[int]:
+    return [0 if leaf.is_inference() else leaf._version for leaf in batch_leaves(batch)]
+
+
+def _rows(
+    schedule: Schedule, samples: int, chain: LayerChain, *, is_divided: bool
+) -> Mapping[str, slice]:
+    if is_divided:
+        depths = [schedule.shares[tier].num_layers for tier in schedule.prefix_workers]
+        return schedule.rows(samples, least=chain.least_samples(max(depths, default=0)))
+    nothing = slice(samples, samples)
+    return {**dict.fromkeys(schedule.shares, nothing), schedule.owner: slice(0, samples)}
 
 
 def _length(rows: slice) -> int:

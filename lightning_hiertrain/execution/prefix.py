@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hiertrain.execution.buffers import Buffers
-from lightning_hiertrain.execution.chance import own_chance
 from lightning_hiertrain.execution.chunks import chunks_of
 from lightning_hiertrain.execution.feed import MiniBatch
+from lightning_hiertrain.execution.running import chance_of, run_to_cut
 from lightning_hiertrain.execution.weights import (
     AwaitedWeights,
     buffers_tag,
@@ -22,8 +22,6 @@ from lightning_hiertrain.execution.weights import (
     new_buffers_tag,
 )
 from lightning_hiertrain.partition.chain import LayerChain
-from lightning_hiertrain.partition.passage import CutReached, Passage
-from lightning_hiertrain.partition.rows import batch_leaves, with_leaves
 from lightning_hiertrain.schedule import Schedule
 from lightning_hiertrain.transport.codecs import decode, encode
 from lightning_hiertrain.transport.network import Network
@@ -49,7 +47,7 @@ class PrefixWorker:
         self._overlap = overlap
         self._parameters = dict(module.named_parameters())
         self._weights = AwaitedWeights(network, chain, self._parameters)
-        self._buffers = Buffers(module)
+        self._buffers = Buffers(module, chain)
         self._awaited_buffers: tuple[str, str] | None = None
         """Owner and tag of buffers that have not been received yet."""
         self._seed = torch.initial_seed()
@@ -70,36 +68,26 @@ class PrefixWorker:
         depth = schedule.shares[tier].num_layers
         draws = self._chain.draws_random_numbers(depth)
         for number, rows in enumerate(chunks_of(mini_batch, tier, self._chain)):
-            seed = f"{self._seed}/{tier}/{mini_batch.index}/{number}"
-            with own_chance(seed) if draws else nullcontext(), self._doing("forward", number):
-                activations = self._run(mini_batch.batch, rows, depth, step)
-            self._chunks.append(activations)
-            with self._doing("codec", number):
-                message = {
-                    "activations": encode(activations, codec),
-                    "requires_grad": activations.requires_grad,
-                }
-                tag = f"{mini_batch.index}/activations/{number}"
-                self._network.send(schedule.owner, tag, message)
+            chance = chance_of(self._seed, tier, mini_batch.index, number, draws=draws)
+            arriving = self._weights.arriving() if self._weights else None
+            with chance, self._doing("forward", number):
+                activations = run_to_cut(
+                    self._chain, depth, step, mini_batch.batch, rows, within=arriving
+                )
+            message: dict[str, Any] | None = None
+            if activations is not None:
+                self._chunks.append(activations)
+                with self._doing("codec", number):
+                    message = {
+                        "activations": encode(activations, codec),
+                        "requires_grad": activations.requires_grad,
+                        "seed": self._seed,
+                    }
+            tag = f"{mini_batch.index}/activations/{number}"
+            self._network.send(schedule.owner, tag, message)
 
     def _doing(self, what: str, chunk: int) -> Doing:
         return Doing(self._network, what, f"chunk {chunk + 1}")
-
-    def _run(self, batch: Any, rows: slice, num_layers: int, step: Callable[[Any], Any]) -> Tensor:
-        leaves = [
-            leaf if shape is None else leaf[rows]
-            for leaf, shape in zip(batch_leaves(batch), self._chain.leaf_shapes, strict=True)
-        ]
-        passage = Passage(
-            self._chain, leaves, num_rows=rows.stop - rows.start, taps={num_layers: _leave}
-        )
-        try:
-            with self._weights.arriving() if self._weights else nullcontext(), passage:
-                step(with_leaves(batch, leaves))
-        except CutReached as cut:
-            return cut.output
-        passage.check_complete()
-        raise AssertionError("a step passed its cut")
 
     def backward(self, owner: str, *, sends: Schedule | None) -> None:
         """Carries the gradient of the activations, as it arrives, back through the prefix.
@@ -217,7 +205,3 @@ class PrefixWorker:
             owner, tag = self._awaited_buffers
             self._awaited_buffers = None
             self._buffers.load(self._network.receive(owner, tag, operation="receive buffers"))
-
-
-def _leave(output: Tensor) -> Tensor:
-    raise CutReached(output)

@@ -165,11 +165,11 @@ class Replicas:
             parameters={n for n, _ in self._module.named_parameters()}, buffers=True
         )
         own = {name: _digest(value) for name, value in state.items()}
-        digests = collectives.all_gather(own)
-        right = digests[self._network.topology.names.index(source)]
+        digests = collectives.by_tier(own)
+        right = digests[source]
         self._transfers += 1
         tag = f"weights/{self._transfers}"
-        for tier, theirs in zip(self._network.topology.names, digests, strict=True):
+        for tier, theirs in digests.items():
             if set(theirs) != set(right):
                 raise ValueError(
                     f"the model on tier {tier!r} has other parameters than on {source!r}: "

@@ -12,7 +12,13 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_hiertrain.partition.calls import Function, function_name, returns_tensor, unrolled
+from lightning_hiertrain.partition.calls import (
+    Function,
+    function_name,
+    is_aside,
+    returns_tensor,
+    unrolled,
+)
 from lightning_hiertrain.partition.chain import LayerChain
 from lightning_hiertrain.transport.observing import Observer
 
@@ -39,7 +45,7 @@ class ChainEnd(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._next < len(self._calls):
+        if self._next < len(self._calls) and not is_aside():
             called, iterated = unrolled(func)
             name = function_name(called)
             if iterated or returns_tensor(name, result):

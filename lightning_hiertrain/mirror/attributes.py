@@ -111,8 +111,9 @@ class Attributes:
     """Finds which attributes changed between two moments, and changes another process's copy."""
 
     def __init__(self) -> None:
-        self.unmirrored: set[str] = set()
-        """Attributes that changed on the owner and could not be carried."""
+        self.unmirrored: dict[str, tuple[str, str | None, str]] = {}
+        """Attributes that changed on the owner and were not carried, by name: where to find them,
+        by the path of a module, an attribute of it that holds an object, and the key in that."""
         self._modules: Mapping[str, nn.Module] = {}
         self._holders: list[_Holder] = []
         self._carrier = Carrier(budget_bytes=ATTRIBUTE_BYTES)
@@ -147,6 +148,17 @@ class Attributes:
         """Returns which attributes are different now, fit to travel."""
         return [entry for item in before if (entry := self._changes(item)) is not None]
 
+    def restore(self, before: list[_Before]) -> None:
+        """Takes back what was set, deleted, added to or removed from since a snapshot."""
+        for item in before:
+            values = item.holder.values
+            for key in values.keys() - item.values.keys():
+                del values[key]
+            values.update(item.values)
+            for watched in item.watched:
+                if not _still(watched.value, watched.frozen):
+                    _refill(watched.value, watched.frozen)
+
     def apply(self, changes: Iterable[Mapping[str, Any]], device: torch.device | None) -> None:
         """Makes the changes that another tier's `changes` returned."""
         for entry in changes:
@@ -158,11 +170,30 @@ class Attributes:
                 continue
             values = vars(target)
             for key, value in entry["values"].items():
-                _assign(values, key, placed(value, device))
+                assign(values, key, placed(value, device))
             for key, (length, items) in entry["grown"].items():
                 _extend(values, key, length, placed(items, device))
             for key in entry["deleted"]:
                 values.pop(key, None)
+
+    def large_changes(self) -> list[dict[str, Any]]:
+        """Returns what was too large to travel after each step, as it is now, for `apply`."""
+        entries: list[dict[str, Any]] = []
+        for name, (path, attribute, key) in list(self.unmirrored.items()):
+            target: Any = self._modules.get(path)
+            if target is not None and attribute is not None:
+                target = vars(target).get(attribute)
+            if not hasattr(target, "__dict__") or key not in vars(target):
+                del self.unmirrored[name]
+                continue
+            try:
+                values = {key: Carrier().carry(vars(target)[key])}
+            except UnmirrorableError:
+                continue
+            del self.unmirrored[name]
+            entry = {"path": path, "attribute": attribute, "values": values}
+            entries.append({**entry, "grown": {}, "deleted": []})
+        return entries
 
     def _all_holders(self) -> Iterator[_Holder]:
         for holder in self._holders:
@@ -214,11 +245,11 @@ class Attributes:
                 entry["grown"][key] = (len(frozen.items), self._carrier.carry(grown))
             else:
                 entry["values"][key] = self._carrier.carry(value)
-                self.unmirrored.discard(name)
+                self.unmirrored.pop(name, None)
         except UnmirrorableError as error:
             if name not in self.unmirrored:
                 log.debug("the attribute %r stays on the owner: %s", name, error)
-            self.unmirrored.add(name)
+            self.unmirrored[name] = (entry["path"], entry["attribute"], key)
 
 
 class _FrozenList:
@@ -278,6 +309,23 @@ def _values(container: Any) -> Any:
     return container.values() if isinstance(container, dict) else container
 
 
+def _refill(value: Any, frozen: Any) -> None:
+    """Puts back what an object held, as far as it was looked into; it stays the same object."""
+    items = frozen.items if isinstance(frozen, _FrozenList) else frozen
+    if isinstance(items, tuple) and isinstance(value, dict | set | deque):
+        items = items[0]
+    if isinstance(value, list) and isinstance(items, list):
+        value[:] = items
+    elif isinstance(value, dict | set) and isinstance(items, dict | set):
+        value.clear()
+        value.update(items)
+    elif isinstance(value, deque) and isinstance(items, deque):
+        value.clear()
+        value.extend(items)
+    elif isinstance(value, np.ndarray) and isinstance(items, np.ndarray):
+        value[...] = items
+
+
 def _same(first: Any, second: Any) -> bool:
     if first is second:
         return True
@@ -296,8 +344,11 @@ def _growth(value: list[Any], frozen: _FrozenList) -> list[Any] | None:
     return value[len(old) :]
 
 
-def _assign(values: dict[str, Any], key: str, value: Any) -> None:
-    # A container is filled, not replaced: it keeps its class and whoever else refers to it.
+def assign(values: dict[str, Any], key: str, value: Any) -> None:
+    """Puts a value that has arrived in the place of an attribute.
+
+    A container is filled, not replaced: it keeps its class and whoever else refers to it.
+    """
     current: Any = values.get(key)
     both_dicts = isinstance(current, dict) and isinstance(value, dict)
     if both_dicts or (isinstance(current, set) and isinstance(value, set)):

@@ -11,11 +11,11 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -23,8 +23,11 @@ from torchmetrics import Metric
 from lightning_hiertrain.mirror.attributes import Attributes
 from lightning_hiertrain.mirror.loggers import LoggerCalls
 from lightning_hiertrain.mirror.metrics import find_metrics, load_metric, mark, metric_changes
-from lightning_hiertrain.mirror.reductions import reduction, reduction_name
+from lightning_hiertrain.mirror.recording import Recording
+from lightning_hiertrain.mirror.reductions import reduction
+from lightning_hiertrain.mirror.untraced import without_trace
 from lightning_hiertrain.mirror.values import Carrier, carry_or_none, placed
+from lightning_hiertrain.partition.calls import aside
 
 log = logging.getLogger(__name__)
 
@@ -57,60 +60,6 @@ _LOG_PARAMETERS = tuple(inspect.signature(LightningModule.log).parameters)[3:]
 _SYNC_WARNING = r"It is recommended to use `self\.log\(.*sync_dist=True\)`"
 
 
-class Recording:
-    """What the code that runs meanwhile does to the outside. `Mirror.record` makes it."""
-
-    def __init__(
-        self,
-        mirror: Mirror,
-        *,
-        batch_size: int | None,
-        own_samples: int | None,
-        goes_on: bool,
-    ) -> None:
-        self.batch_size = batch_size
-        self.own_samples = own_samples
-        self._goes_on = goes_on
-        self._mirror = mirror
-        self._calls: list[list[Any]] = []
-        self._before: tuple[Any, ...] | None = mirror.snapshot()
-
-    def payload(self, output: Any = None) -> dict[str, Any]:
-        """Returns what was recorded, fit to travel.
-
-        A surrounding recording gives any number of payloads, each with what came after the one
-        before; any other gives one, at its end.
-
-        Args:
-            output: What the step or hook returned. Leaves that cannot travel become `None`.
-
-        Raises:
-            RuntimeError: If the recording is over.
-        """
-        if self._before is None:
-            raise RuntimeError("this recording has given its payload; begin another one")
-        changes = self._mirror.changes(self._before)
-        calls, self._calls = self._calls, []
-        self._before = self._mirror.snapshot() if self._goes_on else None
-        return {
-            "logs": [
-                (fx, name, value.cpu() if isinstance(value, Tensor) else value, kwargs)
-                for fx, name, value, kwargs in calls
-            ],
-            **changes,
-            "loggers": self._mirror.loggers.take(),
-            "output": self._mirror.carry_output(output),
-            "batch_size": self.batch_size,
-        }
-
-    def add_log(self, fx: str | None, name: str, value: Any, kwargs: dict[str, Any]) -> None:
-        """Keeps one call of `self.log` that Lightning has accepted."""
-        carried = {key: item for key, item in kwargs.items() if key != "sync_dist_group"}
-        if "reduce_fx" in carried:
-            carried["reduce_fx"] = reduction_name(carried["reduce_fx"], name)
-        self._calls.append([fx, name, self._mirror.carry_logged(value), carried])
-
-
 class Mirror:
     """Records on the owner and replays elsewhere.
 
@@ -138,6 +87,17 @@ class Mirror:
         )
         warnings.filterwarnings("ignore", message=_SYNC_WARNING)
         self._filter = warnings.filters[0]
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer of the module."""
+        trainer: Trainer = self._module.trainer
+        return trainer
+
+    @property
+    def stops(self) -> bool:
+        """Whether the Trainer has been asked to stop."""
+        return self._module._trainer is not None and self._module._trainer.should_stop
 
     @property
     def unmirrored(self) -> frozenset[str]:
@@ -184,6 +144,11 @@ class Mirror:
         finally:
             self._in_user_code = was_in_user_code
 
+    def without_trace(self) -> AbstractContextManager[None]:
+        """Returns a context in which the module's code changes no attribute and logs nothing."""
+        self._refresh()
+        return without_trace(self._module, self._attributes)
+
     def replay(self, payload: dict[str, Any]) -> Any:
         """Does what the owner's code did.
 
@@ -209,6 +174,8 @@ class Mirror:
             module._current_fx_name = fx_before
             self._replaying = False
         self.loggers.replay(payload["loggers"])
+        if payload["stops"] and module._trainer is not None:
+            module._trainer.should_stop = True
         return placed(payload["output"], module.device)
 
     def set_batch_size(self, batch_size: int | None) -> None:
@@ -271,6 +238,15 @@ class Mirror:
             "attributes": self._attributes.changes(attributes),
             "metrics": {path: state for path, state in changed.items() if state is not None},
         }
+
+    def large_changes(self) -> list[dict[str, Any]]:
+        """Returns the attributes that have changed and are too large to travel after each step."""
+        return self._attributes.large_changes()
+
+    def adopt_attributes(self, changes: list[dict[str, Any]]) -> None:
+        """Makes the changes that `large_changes` returned on another tier."""
+        self._refresh()
+        self._attributes.apply(changes, self._module.device)
 
     def carry_logged(self, value: Any) -> Any:
         """Returns a value given to `self.log`, fit to travel."""
@@ -354,13 +330,14 @@ class Mirror:
         given, meant = kwargs.get("batch_size"), recording.batch_size
         if given is not None and meant is not None and given == recording.own_samples:
             kwargs["batch_size"] = meant
-        self._log_depth += 1
-        try:
-            original(name, value, **kwargs)
-        finally:
-            self._log_depth -= 1
-        if self._log_depth == 0:
-            recording.add_log(self._module._current_fx_name, name, value, kwargs)
+        with aside():
+            self._log_depth += 1
+            try:
+                original(name, value, **kwargs)
+            finally:
+                self._log_depth -= 1
+            if self._log_depth == 0:
+                recording.add_log(self._module._current_fx_name, name, value, kwargs)
 
     def _replay_log(self, name: str, value: Any, kwargs: dict[str, Any]) -> None:
         kwargs = dict(kwargs)

@@ -8,12 +8,31 @@ residuals and control flow look alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Function = Callable[..., Any]
+
+_aside = ContextVar("aside", default=False)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """A context whose torch calls are no part of the step, such as those of `self.log`."""
+    token = _aside.set(True)
+    try:
+        yield
+    finally:
+        _aside.reset(token)
+
+
+def is_aside() -> bool:
+    """Tells whether the call at hand is no part of the step."""
+    return _aside.get()
 
 
 def function_name(function: Function) -> str:

@@ -68,6 +68,10 @@ class Call:
     """Shapes of the tensors in the result; `None` for one in which no samples lie."""
     reads_raw: bool = False
     """Whether a main call takes a raw value, of which it may need only the first rows."""
+    module: str = ""
+    """Name of the module in whose forward it is made."""
+    changes_buffers: bool = False
+    """Whether it writes into buffers of the module."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,15 +125,47 @@ class LayerChain:
         """Tells whether anything behind the first `num_layers` layers reads a leaf of the batch."""
         return self.last_leaf_use[leaf] > self.layers[num_layers - 1].last_call
 
-    def takes_batch_statistics(self, num_layers: int) -> bool:
-        """Tells whether the first `num_layers` layers normalise over the batch."""
-        calls = self.calls[: self.layers[num_layers - 1].last_call + 1]
-        return any(call.name in BATCH_STATISTICS for call in calls)
+    def needs_whole_shares(self, num_layers: int) -> bool:
+        """Tells whether the first `num_layers` layers must see all rows of a share at once.
+
+        They must where they normalise over the batch or change a buffer in every pass.
+        """
+        return any(
+            call.name in BATCH_STATISTICS or call.changes_buffers
+            for call in self._calls_through(num_layers)
+        )
+
+    def least_samples(self, num_layers: int) -> int:
+        """Returns how many samples the first `num_layers` layers must have at least, if any.
+
+        A channel's mean and variance need two values; where a layer that normalises over the batch
+        gets one of each sample, that is two samples.
+        """
+        return 2 if 1 in self._values_through(num_layers).values() else 1
+
+    @property
+    def values_per_sample(self) -> dict[str, int]:
+        """For each module that normalises over the batch, the values of a channel in one sample."""
+        return self._values_through(len(self))
+
+    def _values_through(self, num_layers: int) -> dict[str, int]:
+        values = {}
+        for call in self._calls_through(num_layers):
+            if call.name in BATCH_STATISTICS and call.outputs and call.outputs[0] is not None:
+                shape = call.outputs[0].of(1)
+                channels = shape[1] if len(shape) > 1 else 1
+                values[call.module] = max(math.prod(shape) // max(channels, 1), 1)
+        return values
+
+    def _calls_through(self, num_layers: int) -> tuple[Call, ...]:
+        return self.calls[: self.layers[num_layers - 1].last_call + 1] if num_layers else ()
 
     def draws_random_numbers(self, num_layers: int) -> bool:
         """Tells whether the first `num_layers` layers may draw random numbers."""
-        calls = self.calls[: self.layers[num_layers - 1].last_call + 1]
-        return any(call.name in RANDOM or call.name in MAYBE_RANDOM for call in calls)
+        return any(
+            call.name in RANDOM or call.name in MAYBE_RANDOM
+            for call in self._calls_through(num_layers)
+        )
 
     @property
     def signature(self) -> str:

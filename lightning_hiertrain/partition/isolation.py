@@ -27,11 +27,15 @@ def same_chance() -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda)
 
 
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+"""Types that `in_double` widens."""
+
+
 @contextmanager
 def in_double(module: nn.Module) -> Iterator[None]:
-    """Puts float64 values into the module's float32 parameters and buffers, until the end."""
+    """Puts float64 values into the parameters and buffers of fewer bits, until the end."""
     tensors = [*module.parameters(), *module.buffers()]
-    kept = [(x, x.data, x.grad) for x in tensors if x.dtype is torch.float32]
+    kept = [(x, x.data, x.grad) for x in tensors if x.dtype in NARROW]
     try:
         for tensor, data, _ in kept:
             tensor.grad = None

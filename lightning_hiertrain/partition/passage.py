@@ -24,6 +24,7 @@ from lightning_hiertrain.errors import TraceError
 from lightning_hiertrain.partition.calls import (
     Function,
     function_name,
+    is_aside,
     map_tensors,
     returns_tensor,
     tensors_in,
@@ -98,6 +99,8 @@ class Passage(TorchFunctionMode):
         self._samples = max((*self._rows_behind.values(), num_rows))
         self._joined = self._samples > num_rows
         self._has_counted = False
+        self._made: dict[int, Tensor] = {}
+        """Results of calls that were not there when the model was traced, and read no batch."""
         self._call = call
         self._next = 0
         self._raw: dict[int, _Raw] = {
@@ -105,6 +108,11 @@ class Passage(TorchFunctionMode):
             for leaf, shape in zip(leaves, chain.leaf_shapes, strict=True)
             if shape is not None
         }
+
+    @property
+    def reached_a_cut(self) -> bool:
+        """Whether the step came as far as the first cut."""
+        return self._next > min(self._taps, default=-1)
 
     def check_complete(self) -> None:
         """Refuses a step that ended in front of a cut.
@@ -126,6 +134,8 @@ class Passage(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if is_aside():
+            return func(*args, **kwargs)
         func, iterated = unrolled(func)
         name = function_name(func)
         rows = self._rows_of(args, kwargs)
@@ -136,6 +146,10 @@ class Passage(TorchFunctionMode):
             result = self._counted(name, args, kwargs, self._call(func, args, kwargs))
             return iter(result) if iterated else result
         expected = self._chain.calls[self._next]
+        if name != expected.name and self._makes_constants(args, kwargs):
+            result = self._call(func, args, kwargs)
+            self._made.update((id(tensor), tensor) for tensor in tensors_in(result))
+            return iter(result) if iterated else result
         if name != expected.name:
             result = self._call(func, args, kwargs)
             if returns_tensor(name, result):
@@ -153,6 +167,10 @@ class Passage(TorchFunctionMode):
             result = _changeable(self._taps[index](result))
             self._num_rows = self._rows_behind.get(index, self._num_rows)
         return iter(result) if iterated else result
+
+    def _makes_constants(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Tells whether a call reads nothing: a model that makes a table when it first needs it."""
+        return all(id(tensor) in self._made for tensor in tensors_in((args, dict(kwargs))))
 
     def _rows_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         """Returns how many rows of the batch are among the arguments; `None` for none."""

@@ -22,7 +22,7 @@ from lightning_hiertrain.errors import TraceError
 from lightning_hiertrain.partition.calls import numbers_in, tensors_in
 from lightning_hiertrain.partition.chain import LayerChain, RowShape
 from lightning_hiertrain.partition.chance import call_without_chance
-from lightning_hiertrain.partition.isolation import in_double, same_buffers
+from lightning_hiertrain.partition.isolation import NARROW, in_double, same_buffers
 from lightning_hiertrain.partition.passage import CutReached, Passage, Tap
 from lightning_hiertrain.partition.rows import (
     batch_leaves,
@@ -361,12 +361,12 @@ def _close(x: Tensor | None, y: Tensor | None, tolerance: float, noise: float) -
 
 
 def _double(leaf: Tensor) -> Tensor:
-    return leaf.double() if leaf.dtype is torch.float32 else leaf
+    return leaf.double() if leaf.dtype in NARROW else leaf
 
 
 def _in_double(chain: LayerChain) -> LayerChain:
     def shape(known: RowShape | None) -> RowShape | None:
-        if known is None or known.dtype != "float32":
+        if known is None or getattr(torch, known.dtype) not in NARROW:
             return known
         return replace(known, dtype="float64")
 

@@ -48,6 +48,7 @@ class RecordedCall:
     reads_raw: bool
     chance: bool
     """Whether a constant call drew random numbers or read some."""
+    changes_buffers: bool
     parameters: frozenset[str]
 
 
@@ -63,6 +64,9 @@ class Recording:
     """The same for leaves of the batch."""
     python_chance: int | None = None
     """How many calls had been made when Python or NumPy first drew a random number."""
+    foreign: tuple[int, tuple[int, ...]] | None = None
+    """How many calls had been made when a trained tensor was met that is no parameter of the
+    module, and its shape."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,12 @@ class _Recorder(TorchFunctionMode):
         self._values: dict[int, _Value] = {}
         self._keep: list[Tensor] = []  # an id is only good while its tensor lives
         self._by_storage: dict[int, list[int]] = {}
+        self._foreign: dict[int, tuple[int, ...]] = {}
+        """Shapes of trained tensors that are no parameters of the module, by id."""
         self._python_states = _python_states()
+        self._buffers = {id(buffer): buffer for buffer in module.buffers()}
+        self.changed_buffers: set[int] = set()
+        """Those that a call was seen to write into."""
         for position in split:
             leaf = leaves[position]
             self._set(leaf, _Value(Kind.RAW, leaves=frozenset((position,))))
@@ -107,14 +116,25 @@ class _Recorder(TorchFunctionMode):
         name = function_name(func)
         inputs = [self._value_of(x) for x in tensors_in((args, dict(kwargs)))]
         version = version_of(args)
+        buffers = [x for x in tensors_in((args, dict(kwargs))) if id(x) in self._buffers]
+        versions = [buffer._version for buffer in buffers]
         result = call_without_chance(func, args, kwargs)
+        changes = versions != [buffer._version for buffer in buffers]
+        if changes:
+            self.changed_buffers.update(id(buffer) for buffer in buffers)
         if not returns_tensor(name, result):
             if leaves_for_python(name):
                 self.mark_escaped(inputs)
             return result
+        self._watch_foreign(tensors_in((args, dict(kwargs))))
         written = args[0] if writes_first_argument(func, args, version) else None
-        self._add(name, result, inputs, written)
+        self._add(name, result, inputs, written, changes_buffers=changes)
         return iter(result) if iterated else result
+
+    def _watch_foreign(self, tensors: Iterator[Tensor]) -> None:
+        shapes = (self._foreign[id(x)] for x in tensors if id(x) in self._foreign)
+        if self.recording.foreign is None and (shape := next(shapes, None)) is not None:
+            self.recording.foreign = (len(self.recording.calls), shape)
 
     def watch_python_chance(self) -> None:
         """Notes that Python or NumPy drew a random number since the last call."""
@@ -141,6 +161,8 @@ class _Recorder(TorchFunctionMode):
             # for a constant if it has no history, else for the work of whatever came last. Numbers
             # prove the cuts later.
             value = _Value(Kind.CONSTANT)
+            if tensor.is_leaf and tensor.requires_grad:
+                self._foreign[id(tensor)] = tuple(tensor.shape)
             if tensor.grad_fn is not None and self.recording.calls:
                 last = len(self.recording.calls) - 1
                 value = _Value(self.recording.calls[last].kind, calls=frozenset((last,)))
@@ -156,7 +178,13 @@ class _Recorder(TorchFunctionMode):
         self._values[id(tensor)] = value
 
     def _add(
-        self, name: str, result: Any, inputs: Sequence[_Value], written: Tensor | None
+        self,
+        name: str,
+        result: Any,
+        inputs: Sequence[_Value],
+        written: Tensor | None,
+        *,
+        changes_buffers: bool,
     ) -> None:
         parameters = frozenset[str]().union(*(value.parameters for value in inputs))
         leaves = frozenset[int]().union(*(value.leaves for value in inputs))
@@ -181,6 +209,7 @@ class _Recorder(TorchFunctionMode):
                 leaves=leaves if kind is not Kind.CONSTANT else frozenset(),
                 reads_raw=kind is Kind.MAIN and Kind.RAW in kinds,
                 chance=chance and kind is Kind.CONSTANT,
+                changes_buffers=changes_buffers,
                 parameters=parameters,
             )
         )
@@ -229,12 +258,20 @@ def record(
             attributes or wrote into its buffers count as used after the step, too.
     """
     recorder = _Recorder(leaves, split, module)
+    before = [(name, x, x.detach().clone()) for name, x in module.named_buffers()]
     with _module_paths(module, recorder.module_path), torch.enable_grad(), recorder:
         result = step(batch)
     recorder.watch_python_chance()
     recorder.mark_used_at_the_end(result)
     for child in module.modules():
         recorder.mark_used_at_the_end(list(vars(child).values()))
+    after = dict(module.named_buffers())
+    unseen = (x for x in before if id(x[1]) not in recorder.changed_buffers)
+    if recorder.recording.calls and any(
+        after.get(name) is not buffer or not torch.equal(buffer, value)
+        for name, buffer, value in unseen
+    ):
+        recorder.recording.calls[0].changes_buffers = True  # through a view; who knows where
     return recorder.recording
 
 

@@ -38,11 +38,13 @@ def num_samples(batch: Any) -> int:
     """
     for leaf in batch_leaves(batch):
         if leaf.dim():
+            if not leaf.size(0):
+                raise TraceError("the batch holds no samples; its first tensor is empty")
             return leaf.size(0)
     raise TraceError(
-        f"a batch of type `{type(batch).__name__}` cannot be split into samples: it holds no "
-        "tensor with a first dimension; let the dataloader yield tensors (in tuples, dicts or "
-        "dataclasses) of shape (num_samples, ...)"
+        f"a batch of type `{type(batch).__name__}` cannot be split into samples: no tensor with a "
+        "first dimension was found in it (classes are looked into if they are tuples, lists, dicts "
+        "or dataclasses); let the dataloader yield tensors of shape (num_samples, ...) in these"
     )
 
 

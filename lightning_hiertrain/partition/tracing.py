@@ -75,7 +75,7 @@ def trace_step(step: Callable[[Any], Any], module: nn.Module, batch: Any) -> Lay
     recorded = []
     with same_chance(), same_buffers(module), torch.enable_grad():
         # What a model makes once and keeps (a table of positions, lazy parameters) is made first.
-        step(repeat_rows(batch, split, _COUNTS[0]))
+        _run_first(step, batch, split)
         for count in _COUNTS:
             rows = repeat_rows(batch, split, count)
             leaves = batch_leaves(rows)
@@ -93,6 +93,20 @@ def trace_step(step: Callable[[Any], Any], module: nn.Module, batch: Any) -> Lay
             f"between tiers{''.join(f'. {limit}' for limit in limits)}"
         )
     return chain
+
+
+def _run_first(step: Callable[[Any], Any], batch: Any, split: Sequence[int]) -> None:
+    """Runs the step on a few samples; an error that the whole batch has, too, is the step's own."""
+    try:
+        step(repeat_rows(batch, split, _COUNTS[0]))
+    except Exception as error:
+        step(batch)
+        raise TraceError(
+            f"the step works on the whole batch of {num_samples(batch)} samples, and on "
+            f"{_COUNTS[0]} of them it ends with {type(error).__name__}: {error}. The batch cannot "
+            "be split into samples: let the dataloader yield tensors of shape (num_samples, ...), "
+            "the first one among them, and let the step not rely on a batch size"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -123,6 +137,8 @@ def _chain(
                 kind=call.kind,
                 outputs=shapes[i] if call.single or call.kind is Kind.RAW else (),
                 reads_raw=call.reads_raw,
+                module=call.module,
+                changes_buffers=call.changes_buffers,
             )
             for i, call in enumerate(calls[:count])
         ),
@@ -148,6 +164,13 @@ def _limit(
             "Python's or NumPy's random numbers are drawn in the step: draw them in the dataset, "
             "or use torch's, one for each sample"
         )
+    if recording.foreign is not None and recording.foreign[0] < limit:
+        limit, shape = recording.foreign
+        reasons = [
+            f"a trained tensor of shape {shape} is no parameter of the module: make it one, and do "
+            "not keep functions that have the module in them (a lambda, what `torch.compile` made "
+            "of a method) as attributes"
+        ]
     mixed: dict[int, str] = {}
     for index, (call, outputs) in enumerate(zip(calls, shapes, strict=False)):
         inherited = next((mixed[i] for i in call.reads if i in mixed), None)

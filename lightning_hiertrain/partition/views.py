@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_hiertrain.partition.chain import LayerChain
+from lightning_hiertrain.partition.rows import batch_leaves, num_samples
+
+
+def fits(batch: Any, chain: LayerChain) -> bool:
+    """Tells whether a batch has the structure of the one that the chain was traced with.
+
+    One loader of several may have ended, or a batch hold a list of tensors, one for each sample.
+    """
+    leaves, samples = batch_leaves(batch), num_samples(batch)
+    return len(leaves) == len(chain.leaf_shapes) and all(
+        shape is None or (leaf.dim() > 0 and leaf.size(0) == samples)
+        for leaf, shape in zip(leaves, chain.leaf_shapes, strict=True)
+    )
 
 
 def owner_leaves(

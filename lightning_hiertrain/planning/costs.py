@@ -20,7 +20,7 @@ class Prediction:
     """Until the last tier has its samples; with overlap they travel during the step before and this
     is 0."""
     forward_seconds: float
-    """Until the owner has the outputs of the whole mini-batch, inputs included."""
+    """Until the owner has the outputs of the whole mini-batch, inputs and overhead included."""
     loss_seconds: float
     backward_seconds: float
     """Until the owner and every prefix worker has its gradients; with overlap until the owner has
@@ -30,6 +30,8 @@ class Prediction:
     optimizer alone."""
     optimizer_seconds: float
     """The part of `update_seconds` that is the optimizer's."""
+    overhead_seconds: float = 0.0
+    """What the owner needs before its first layer, for the training loop and messages."""
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
     """How long each tier computes and each link carries, by tier (`edge`) and direction
     (`edge>cloud`)."""
@@ -161,14 +163,13 @@ class Step:
         i, o = self.instance, self.owner
         inputs = self.inputs()
         start = self.first_cut()
-        forward = inputs[o] + self.owner_seconds(start, "forward")  # (4), the owner's own path
+        forward = inputs[o] + float(i.overhead[o]) + self.owner_seconds(start, "forward")  # (4)
         backward = self.owner_seconds(start, "backward")  # (6)
         for k in self.workers:
             size, c = self.activation_bytes(k), self.codec[k]
             sent = size * i.encode[c, k] + i.latency[k, o] + size * i.ratio[c] / i.rate[k, o]
-            arrival = (
-                inputs[k] + self.worker_seconds(k, "forward") + sent + size * i.decode[c, o]
-            )  # (3)
+            arrival = inputs[k] + float(i.overhead[k]) + self.worker_seconds(k, "forward")
+            arrival += sent + size * i.decode[c, o]  # (3)
             forward = max(forward, arrival + self.owner_seconds(self.cut[k], "forward"))  # (4)
             returned = size * i.encode[c, o] + i.latency[o, k] + size * i.ratio[c] / i.rate[o, k]
             done = returned + size * i.decode[c, k] + self.worker_seconds(k, "backward")
@@ -187,6 +188,7 @@ class Step:
             backward_seconds=float(backward),
             update_seconds=update,
             optimizer_seconds=float(i.optimizer[o]),
+            overhead_seconds=float(i.overhead[o]),
             busy_seconds=self.busy({k: 1 for k in self.workers}),
         )
 
@@ -210,7 +212,7 @@ class Step:
         """The overlapped step, equations (9) to (14)."""
         i, o = self.instance, self.owner
         start = self.first_cut()
-        forward = self.owner_seconds(start, "forward")
+        forward = float(i.overhead[o]) + self.owner_seconds(start, "forward")
         backward = self.owner_seconds(start, "backward")
         for k in self.workers:
             rest, rest_back = (
@@ -230,6 +232,7 @@ class Step:
             backward_seconds=float(backward),
             update_seconds=optimizer,
             optimizer_seconds=optimizer,
+            overhead_seconds=float(i.overhead[o]),
             busy_seconds=busy,
         )
 
@@ -243,7 +246,10 @@ class Step:
         for layer in range(1, self.cut[k] + 1):
             first = self.worker_seconds(k, "forward", first=layer, rows=rows) + encode / chunks
             through = max(first + later + sending / chunks, first + sending)
-            latest = max(latest, self.layerwise(k, layer, upward=False) + through)
+            ready = self.layerwise(k, layer, upward=False)
+            if layer == 1:
+                ready = max(ready, float(i.overhead[k]))
+            latest = max(latest, ready + through)
         return float(latest + i.latency[k, o] + size * i.decode[c, o] / chunks)
 
     def chunked_return(self, k: int) -> float:
@@ -269,7 +275,7 @@ class Step:
         start = self.first_cut()
         tiers = dict.fromkeys(range(i.num_tiers), 0.0)
         tiers[o] = self.owner_seconds(start, "forward") + self.owner_seconds(start, "backward")
-        tiers[o] += float(i.loss[o] + i.optimizer[o])
+        tiers[o] += float(i.loss[o] + i.optimizer[o] + i.overhead[o])
         load = self.input_bytes(o) * i.crosses[i.data, o]
         for k in self.workers:
             rows, size, c = self.samples[k] / chunks[k], self.activation_bytes(k), self.codec[k]
@@ -277,7 +283,7 @@ class Step:
             computing = self.worker_seconds(k, "forward", rows=rows) + self.worker_seconds(
                 k, "backward", rows=rows
             )
-            tiers[k] += float(chunks[k] * computing + packing[k])
+            tiers[k] += float(chunks[k] * computing + packing[k] + i.overhead[k])
             tiers[o] += float(packing[o])
             load = load + self.input_bytes(k) * i.crosses[i.data, k]
             load = load + (size * i.ratio[c] + i.parameters[self.cut[k]]) * (

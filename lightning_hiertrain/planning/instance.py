@@ -34,6 +34,8 @@ class Instance:
 
     names: tuple[str, ...]
     batch_size: int
+    least_samples: int
+    """Samples that a tier takes at least, if any."""
     data: int
     """The data tier."""
     forward_fixed: Floats
@@ -47,6 +49,8 @@ class Instance:
     loss: Floats
     """Seconds for the whole mini-batch, by tier."""
     optimizer: Floats
+    overhead: Floats
+    """Seconds of a step that are no layer's, by tier."""
     optimizer_state: float
     memory: Floats
     """Bytes by tier, infinite where there is no limit."""
@@ -77,6 +81,7 @@ def make_instance(
     batch_size: int,
     topology: Topology | None = None,
     codecs: tuple[str, ...] = ("none",),
+    least_samples: int = 1,
 ) -> Instance:
     """Turns a profile into arrays.
 
@@ -86,6 +91,7 @@ def make_instance(
         topology: Which links there are; the profile's by default. Each of its links needs a
             measurement.
         codecs: Names of the codecs that may be used.
+        least_samples: Samples that a tier takes at least, if any.
 
     Raises:
         ValueError: If the topology does not fit the profile, or a codec is unknown.
@@ -109,6 +115,7 @@ def make_instance(
     instance = Instance(
         names=names,
         batch_size=batch_size,
+        least_samples=least_samples,
         data=names.index(profile.data_tier),
         forward_fixed=part("forward_seconds", "fixed"),
         forward_slope=part("forward_seconds", "per_sample"),
@@ -125,6 +132,7 @@ def make_instance(
         target=float(profile.target_bytes_per_sample),
         loss=np.array([profile.tiers[t].loss_seconds(batch_size) for t in names]),
         optimizer=np.array([profile.tiers[t].optimizer_seconds for t in names], float),
+        overhead=np.array([profile.tiers[t].overhead_seconds for t in names], float),
         optimizer_state=float(2 * parameters[-1] if state is None else state),
         memory=np.array([_limit(profile.tiers[t].memory_bytes) for t in names]),
         links=links,
@@ -149,7 +157,7 @@ def _check_magnitudes(instance: Instance) -> None:
     """Refuses numbers that are possible alone but not together."""
     i = instance
     with np.errstate(over="ignore"):
-        times = (i.forward_fixed + i.backward_fixed)[:, -1] + i.loss + i.optimizer
+        times = (i.forward_fixed + i.backward_fixed)[:, -1] + i.loss + i.optimizer + i.overhead
         times = times + i.batch_size * (i.forward_slope + i.backward_slope)[:, -1]
         load = i.batch_size * (i.output.max() + i.target) + 2 * i.parameters[-1]
         carrying = load / i.link_rate if len(i.link_rate) else np.zeros(1)

@@ -36,6 +36,7 @@ def plan(
     keep_inputs_on_data_tier: bool = False,
     least_depth: int = 1,
     chunk_counts: Iterable[int] = (1, 4),
+    least_samples: int = 1,
     time_limit_seconds: float | None = None,
 ) -> Schedule:
     """Chooses roles, cuts and shares so that one training step takes the least time.
@@ -58,6 +59,8 @@ def plan(
             before they travel.
         chunk_counts: With `overlap`: numbers of parts into which prefix workers may split their
             rows.
+        least_samples: Samples that a tier must take if it takes any; two where layers that several
+            tiers may run normalise over the batch and get one value of a channel in each sample.
         time_limit_seconds: After this long the best schedule so far is returned, with its
             `optimality_gap`.
 
@@ -72,6 +75,11 @@ def plan(
     start = time.monotonic()
     counts = _checked_chunks(chunk_counts) if overlap else (1,)
     _check_batch(batch_size, len(profile.tiers))
+    if not isinstance(least_samples, int) or not 1 <= least_samples <= batch_size:
+        raise ValueError(
+            f"`least_samples` is {least_samples!r} and the mini-batch has {batch_size} samples; it "
+            "must be a whole number from 1 to that"
+        )
     _check_times(profile)
     if policy == "jalad":
         codecs = (NONE, *quantisers_within(profile, accuracy_loss_limit))
@@ -82,7 +90,13 @@ def plan(
             )
     else:
         codecs = allowed_codecs(profile, compression, accuracy_loss_limit)
-    instance = make_instance(profile, batch_size=batch_size, topology=topology, codecs=codecs)
+    instance = make_instance(
+        profile,
+        batch_size=batch_size,
+        topology=topology,
+        codecs=codecs,
+        least_samples=least_samples,
+    )
     solver = Solver(
         instance,
         policy=policy,

@@ -120,8 +120,8 @@ def make_boxes(
         np.array([getattr(role, n) for role, _ in rows]) for n in ("owner", "empty_owner")
     )
     chunks = np.array([chunks for _, chunks in rows])
-    least = np.where(active, chunks[:, None], 0)
-    least[np.arange(len(rows)), owner] = ~empty
+    least = np.where(active, np.maximum(chunks, instance.least_samples)[:, None], 0)
+    least[np.arange(len(rows)), owner] = np.where(empty, 0, instance.least_samples)
     tiers = np.arange(instance.num_tiers)
     depth = np.where(tiers == instance.data, privacy.least_depth, 1) if privacy.keep_inputs else 1
     boxes = Boxes(

@@ -101,6 +101,10 @@ class Terms:
         """The loss and the optimizer's step."""
         return np.asarray(self.i.loss[self.owner] + self.i.optimizer[self.owner])
 
+    def owner_overhead(self) -> Floats:
+        """What the owner's own path begins with, (n, p); a prefix worker's has its own."""
+        return np.asarray(~self.active * self.i.overhead[self.owner][:, None])
+
     def forward(self) -> tuple[Floats, Floats]:
         """Equations (2) to (4), constants of (7); a path for each link that inputs wait for."""
         i, low = self.i, self.boxes.low
@@ -108,6 +112,7 @@ class Terms:
         constant = constant + self.active * (
             i.forward_fixed[self.tiers, low] + i.latency[self.tiers, self.owner[:, None]]
         )
+        constant = constant + self.active * i.overhead + self.owner_overhead()
         constant = constant + (self.constant_seconds() + self.update())[:, None]
         slope = slope + self.on_worker(
             i.forward_slope[self.tiers, low] + self.pick(self.table.way_up) * self.least
@@ -206,12 +211,11 @@ class Terms:
             first_slope / c[:, :, None] + (later_slope + sending / c + decode)[:, :, None],
         )
         travelling = (first_fixed, first_slope / c[:, :, None] + (sending + decode)[:, :, None])
-        wait = (
-            self.layerwise(layers, upward=False)
-            + i.latency[self.tiers, self.owner[:, None]][:, :, None]
-        )
+        wait = self.layerwise(layers, upward=False)
+        wait[:, :, 0] = np.maximum(wait[:, :, 0], i.overhead)  # j = 1
+        wait = wait + i.latency[self.tiers, self.owner[:, None]][:, :, None]
         constant, rest = self.rest("forward")
-        constant = constant + self.constant_seconds()[:, None]
+        constant = constant + self.constant_seconds()[:, None] + self.owner_overhead()
         return self.combine(constant, rest, wait, (computing, travelling))
 
     def chunked_backward(self, num_terms: int) -> tuple[Floats, Floats]:
@@ -266,12 +270,12 @@ class Terms:
         rest_fixed, rest_slope = (
             np.add(*pair) for pair in zip(self.rest("forward"), self.rest("backward"), strict=True)
         )
-        worker_fixed = (
-            self.chunks * (i.forward_fixed + i.backward_fixed)[self.tiers, low] * self.active
+        worker_fixed = self.active * (
+            self.chunks * (i.forward_fixed + i.backward_fixed)[self.tiers, low] + i.overhead
         )
         worker_slope = (i.forward_slope + i.backward_slope)[self.tiers, low]
         worker_slope = worker_slope + self.pick(table.packing_worker) * self.least
-        own_fixed = rest_fixed[self.rows, owner] + self.constant_seconds()
+        own_fixed = rest_fixed[self.rows, owner] + self.constant_seconds() + i.overhead[owner]
         own_slope = (
             rest_slope[self.rows, owner] + self.pick(table.packing_owner) * self.least * self.active
         )

@@ -69,6 +69,8 @@ class TierMeasurement:
     """The whole step, fitted by itself."""
     repetitions: Mapping[int, int]
     """By number of samples, how many repetitions were kept."""
+    overhead_seconds: float = 0.0
+    """What a training step takes besides, from a `StepClock`."""
 
 
 class LayerProfiler:

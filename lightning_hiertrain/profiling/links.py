@@ -12,6 +12,7 @@ from time import perf_counter
 
 import torch
 
+from lightning_hiertrain.errors import PeerLostError
 from lightning_hiertrain.profiles import LinkProfile
 from lightning_hiertrain.topology import Link
 from lightning_hiertrain.transport import Collectives, Network
@@ -30,16 +31,20 @@ _STABLE = 0.05
 _MIN_TRANSFERS = 3
 
 
-def measure_links(network: Network, *, seconds_per_link: float = 1.0) -> tuple[LinkProfile, ...]:
+def measure_links(
+    network: Network, *, seconds_per_link: float = 1.0, collector: str | None = None
+) -> tuple[LinkProfile, ...]:
     """Measures every link of the topology; all tiers call it together and get the same result.
 
     Args:
         network: The links, with all tiers present and nothing else to carry.
         seconds_per_link: About how long to measure a link. A fifth goes to the latency, of which
             there are 20 round trips at least, the rest to transfers in both directions.
+        collector: A tier that the run cannot spare; the first one by default.
 
     Returns:
-        For each link the bandwidth of its slower direction, and half the median round trip.
+        For each link the bandwidth of its slower direction, and half the median round trip; none
+        for links of tiers that have died and can be spared.
 
     Raises:
         ValueError: If `seconds_per_link` is not above 0.
@@ -48,14 +53,16 @@ def measure_links(network: Network, *, seconds_per_link: float = 1.0) -> tuple[L
     """
     if not seconds_per_link > 0:
         raise ValueError(f"`seconds_per_link` must be above 0, got {seconds_per_link!r}")
-    collectives = Collectives(network, network.topology.names, name="measure links")
+    names = network.topology.names
+    collectives = Collectives(network, names, name="measure links", collector=collector)
     patience = network.timeout_seconds + 5 * seconds_per_link
     profiles = []
     for link in network.topology.links:
         collectives.barrier(f"before {link.name}", timeout_seconds=patience)
         low, _ = link.between
-        mine = _measure(network, link, seconds_per_link) if network.tier in link.between else None
-        profile = collectives.broadcast(mine, low, timeout_seconds=patience)
+        profile = _shared(network, collectives, link, seconds_per_link, patience)
+        if profile is None:
+            continue
         profiles.append(profile)
         if network.tier == low:
             log.info(
@@ -65,6 +72,28 @@ def measure_links(network: Network, *, seconds_per_link: float = 1.0) -> tuple[L
                 profile.latency_seconds * 1e3,
             )
     return tuple(profiles)
+
+
+def _shared(
+    network: Network, collectives: Collectives, link: Link, seconds: float, patience: float
+) -> LinkProfile | None:
+    """Measures a link and returns the result on all tiers, `None` if one end died meanwhile."""
+    low, _ = link.between
+    others = [tier for tier in link.between if tier != network.tier]
+    profile: LinkProfile | None = None
+    if network.tier in link.between:
+        try:
+            profile = _measure(network, link, seconds)
+        except PeerLostError:
+            if not any(network.membership.spares(tier) for tier in others):
+                raise
+    try:
+        profile = collectives.broadcast(profile, low, timeout_seconds=patience)
+    except PeerLostError:
+        if not network.membership.spares(low):
+            raise
+        return None
+    return profile
 
 
 def _measure(network: Network, link: Link, seconds: float) -> LinkProfile:

@@ -15,7 +15,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from time import perf_counter
 from typing import Any
 
@@ -103,7 +103,7 @@ def time_step(
     finally:
         if collecting:
             gc.enable()
-    reached = _fill([end, *_without_frozen(gradients, needs_gradient, end), middle])
+    reached = _in_order(_fill([end, *_without_frozen(gradients, needs_gradient, end), middle]))
     return Repetition(
         forward=tuple(b - a for a, b in zip([start, *forward], forward, strict=False)),
         backward=tuple(reached[i] - reached[i + 1] for i in range(count)),
@@ -116,6 +116,15 @@ def _without_frozen(
 ) -> list[float | None]:
     """Puts the end of the backward where no gradient is needed: layers up to there take no time."""
     return [time if needed else end for time, needed in zip(gradients, needs_gradient, strict=True)]
+
+
+def _in_order(times: list[float]) -> list[float]:
+    """Lets no layer be through before the layer behind it.
+
+    A layer that hands on its input (dropout of 0, a `to` that changes nothing) shares its gradient
+    with the layer before, whose hook was there first.
+    """
+    return list(accumulate(reversed(times), max))[::-1]
 
 
 def _fill(times: list[float | None]) -> list[float]:

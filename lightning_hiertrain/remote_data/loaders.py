@@ -6,6 +6,7 @@ batch that there is one, so that all tiers leave the loop together.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,8 +48,13 @@ class BatchToken:
         return BatchToken(self.index, num_samples)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        if self.num_samples is not None:
-            yield Withheld((self.num_samples, 0), reason=_NO_BATCH)
+        # Lightning looks for the batch's size; anyone else unpacks it.
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        if caller.partition(".")[0] not in ("lightning", "pytorch_lightning"):
+            raise TypeError(_NO_BATCH)
+        if self.num_samples is None:
+            return iter(())
+        return iter((Withheld((self.num_samples, 0), reason=_NO_BATCH),))
 
     def __getitem__(self, key: Any) -> Any:
         raise TypeError(_NO_BATCH)

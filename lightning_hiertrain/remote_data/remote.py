@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils._pytree import tree_map, tree_unflatten
 
+from lightning_hiertrain.mirror.attributes import assign
 from lightning_hiertrain.remote_data.datamodule import (
     BATCH_HOOKS,
     LOADER_HOOKS,
@@ -159,8 +160,9 @@ class RemoteData:
 
     def _refuse_dataloader_iter(self) -> None:
         for name in STEPS:
-            if is_param_in_hook_signature(
-                getattr(self._module, name), "dataloader_iter", explicit=True
+            step = getattr(self._module, name)
+            if callable(step) and is_param_in_hook_signature(
+                step, "dataloader_iter", explicit=True
             ):
                 raise MisconfigurationException(
                     f"{type(self._module).__name__}.{name} takes `dataloader_iter`, but only the "
@@ -215,7 +217,8 @@ class RemoteData:
 
     def _receive_setup(self, *_: Any, **__: Any) -> None:
         if self._active and self._datamodule is not None:
-            vars(self._datamodule).update(self.share(None, patiently=True))
+            for key, value in self.share(None, patiently=True).items():
+                assign(vars(self._datamodule), key, value)
 
     def _state_and_share(self, datamodule: LightningDataModule) -> Callable[[], Any]:
         original = datamodule.state_dict

@@ -7,6 +7,7 @@ asking at t0 and hearing at t1, the other clock is ahead by t - (t0 + t1) / 2, g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -24,13 +25,16 @@ class Clock:
     """Half the least round trip."""
 
 
-def compare_clocks(network: Network, asking: str, *, name: str) -> dict[str, Clock]:
+def compare_clocks(
+    network: Network, asking: str, *, name: str, read: Callable[[], float] = perf_counter
+) -> dict[str, Clock]:
     """Compares the clocks of all tiers; all call this together, and nothing else travels.
 
     Args:
         network: The links of this tier.
         asking: The tier whose clock the others are held against.
         name: Keeps several comparisons of one run apart.
+        read: Reads the clock that is compared, in seconds.
 
     Returns:
         By tier, on the tier that asks; empty on the others.
@@ -39,15 +43,15 @@ def compare_clocks(network: Network, asking: str, *, name: str) -> dict[str, Clo
     if network.tier != asking:
         for _ in range(ROUNDS):
             network.receive(asking, tag, operation=operation)
-            network.send(asking, tag, perf_counter(), control=True)
+            network.send(asking, tag, read(), control=True)
         return {}
     clocks = {asking: Clock(ahead_seconds=0.0, uncertainty_seconds=0.0)}
     for tier in network.topology.names:
-        for _ in range(ROUNDS if tier != asking else 0):
-            asked = perf_counter()
+        for _ in range(0 if tier == asking or network.membership.spares(tier) else ROUNDS):
+            asked = read()
             network.send(tier, tag, control=True)
             told = float(network.receive(tier, tag, operation=operation))
-            heard = perf_counter()
+            heard = read()
             clock = Clock(
                 ahead_seconds=told - (asked + heard) / 2, uncertainty_seconds=(heard - asked) / 2
             )

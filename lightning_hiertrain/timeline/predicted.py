@@ -10,7 +10,7 @@ from lightning_hiertrain.planning.costs import Prediction, Step, predict
 from lightning_hiertrain.planning.instance import make_instance
 from lightning_hiertrain.profiles import Profile
 from lightning_hiertrain.schedule import Schedule
-from lightning_hiertrain.timeline.data import PredictedStep, Span, Transfer
+from lightning_hiertrain.timeline.data import OTHER, PredictedStep, Span, Transfer
 from lightning_hiertrain.topology import Topology
 
 
@@ -65,8 +65,9 @@ class _Layout:
         """Lays out the phases one after the other."""
         p = self.prediction
         inputs = self._inputs()
-        arrivals = {k: self._worker_forward(k, inputs[k]) for k in self.step.workers}
-        self._owner_forward(0.0 if self.overlap else inputs[self.step.owner], arrivals)
+        ready = {t: self._overhead(t, start) for t, start in inputs.items()}
+        arrivals = {k: self._worker_forward(k, ready[k]) for k in self.step.workers}
+        self._owner_forward(ready[self.step.owner], arrivals)
         start = p.forward_seconds + p.loss_seconds
         self._compute(self.owner, p.forward_seconds, start, "loss")
         self._owner_backward(start)
@@ -83,6 +84,12 @@ class _Layout:
             if size:
                 self._transfer(i.names[i.data], i.names[t], 0.0, seconds, size, "samples")
         return dict.fromkeys(inputs, 0.0) if self.overlap else inputs
+
+    def _overhead(self, t: int, start: float) -> float:
+        """When tier t has got through what is no layer's, and begins with its first layer."""
+        end = start + float(self.step.instance.overhead[t])
+        self._compute(self.step.instance.names[t], start, end, OTHER)
+        return end
 
     def _worker_forward(self, k: int, start: float) -> float:
         """Equations (3) and (10): when the activations of prefix worker k are on the owner."""

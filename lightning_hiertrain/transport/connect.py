@@ -16,10 +16,11 @@ from lightning_hiertrain.transport.addresses import (
     listen_addresses,
     resolve,
 )
+from lightning_hiertrain.transport.admission import Credentials
 from lightning_hiertrain.transport.keys import public_key
 from lightning_hiertrain.transport.peers import Peer
 from lightning_hiertrain.transport.rendezvous import Card, ProcessIdentity, Rendezvous
-from lightning_hiertrain.transport.sockets import Credentials, Sockets
+from lightning_hiertrain.transport.sockets import Sockets
 
 
 class Connector:

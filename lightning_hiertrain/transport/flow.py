@@ -17,6 +17,7 @@ like a probe, at once.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ MIN_WINDOW_BYTES = 256 << 10
 MAX_WINDOW_BYTES = 16 << 20
 _FIRST_WINDOW_BYTES = 1 << 20
 _WINDOW_SECONDS = 1.0
+"""How much of what a link carries is on its way at once, beyond what fills the round trip."""
 _CHUNKS_PER_WINDOW = 8
 _MAX_CHUNK_BYTES = 1 << 20
 _MEASURED_SECONDS = 0.5
@@ -51,9 +53,19 @@ class Chunk:
 
 
 class OutFlow:
-    """The sender's end; any thread fills `queue`, the rest is the network's own thread's."""
+    """The sender's end; any thread fills `queue`, the rest is the network's own thread's.
 
-    def __init__(self) -> None:
+    Args:
+        window_seconds: How long what is on its way may take a link; others wait behind it so long.
+        min_window_bytes: How much may be on its way in any case.
+    """
+
+    def __init__(
+        self,
+        *,
+        window_seconds: float = _WINDOW_SECONDS,
+        min_window_bytes: int = MIN_WINDOW_BYTES,
+    ) -> None:
         self.queue: deque[Outgoing] = deque()
         self.generation = 0
         self.sent = 0
@@ -62,7 +74,12 @@ class OutFlow:
         self.num_acknowledged = 0
         self._unacknowledged: deque[Chunk] = deque()
         self._in_flight_bytes = 0
-        self._window_bytes = _FIRST_WINDOW_BYTES
+        self._window_seconds = window_seconds
+        self._min_window_bytes = min_window_bytes
+        self._window_bytes = int(max(_FIRST_WINDOW_BYTES * window_seconds, min_window_bytes))
+        self._left_alone_at: float | None = None
+        """When a chunk left that had the link to itself, until its acknowledgement."""
+        self._round_trip_seconds = math.inf
         self._measured_bytes = 0
         self._measured_since = 0.0
         self._rates: deque[float] = deque(maxlen=_KEPT_RATES)
@@ -73,6 +90,11 @@ class OutFlow:
     @property
     def unacknowledged(self) -> bool:
         return bool(self._unacknowledged)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits to be sent or is on its way."""
+        return not (self.queue or self._unacknowledged or self._cut_message)
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -96,6 +118,7 @@ class OutFlow:
         if new is not None:
             if not self._in_flight_bytes:
                 self._measured_bytes, self._measured_since = 0, time.monotonic()
+                self._left_alone_at = self._measured_since
             self.sent = new.sequence
             self._in_flight_bytes += new.num_bytes
             self._unacknowledged.append(new)
@@ -122,23 +145,28 @@ class OutFlow:
             if chunk.message_bytes is not None:
                 num_messages += 1
                 num_bytes += chunk.message_bytes
-        self._adapt_window()
+        now = time.monotonic()
+        if self._left_alone_at is not None:
+            self._round_trip_seconds = min(now - self._left_alone_at, self._round_trip_seconds)
+            self._left_alone_at = None
+        self._adapt_window(now)
         if echo is not None and echo[1] == self.generation and received < min(echo[0], self.sent):
             self.generation += 1
             self._replay_from = received + 1
         return num_messages, num_bytes
 
-    def _adapt_window(self) -> None:
-        elapsed = time.monotonic() - self._measured_since
+    def _adapt_window(self, now: float) -> None:
+        elapsed = now - self._measured_since
         enough = self._measured_bytes >= self._window_bytes // 4
         if not enough and not (self._unacknowledged and elapsed > _MEASURED_SECONDS):
             return  # a flow with little to send tells nothing about the link
         rate = self._measured_bytes / max(elapsed, 1e-4)
         if enough:
             self._rates.append(rate)
-        window = int(_WINDOW_SECONDS * rate)
-        self._window_bytes = min(max(window, MIN_WINDOW_BYTES), MAX_WINDOW_BYTES)
-        self._measured_bytes, self._measured_since = 0, time.monotonic()
+        round_trip = min(self._round_trip_seconds, self._window_seconds)
+        window = int((self._window_seconds + round_trip) * rate)
+        self._window_bytes = min(max(window, self._min_window_bytes), MAX_WINDOW_BYTES)
+        self._measured_bytes, self._measured_since = 0, now
 
     def _cut(self) -> Chunk | None:
         lengths = None
@@ -203,21 +231,23 @@ class InFlow:
         if sequence <= self.received:
             self.num_doubled += 1
             return None
+        if (lengths is None) != (self._incoming is not None):
+            raise MalformedError(
+                "a chunk in the middle of a message that was dropped"
+                if lengths is None
+                else "a message in the middle of another one"
+            )
+        incoming = self._incoming or Incoming(*(lengths or ()))
+        try:
+            message = incoming.feed(pieces)
+        except MalformedError:
+            if lengths is None and incoming.is_broken:
+                self._take(sequence, incoming, pieces)
+            raise  # else it leaves no trace: the right chunk may still come in its place
+        self._take(sequence, incoming, pieces)
+        return message
+
+    def _take(self, sequence: int, incoming: Incoming, pieces: list[memoryview]) -> None:
         self.received = sequence
         self.unanswered_bytes += sum(piece.nbytes for piece in pieces)
-        if lengths is not None:
-            self._incoming = None
-            self._incoming = Incoming(*lengths)
-        incoming = self._incoming
-        if incoming is None:
-            raise MalformedError("a chunk in the middle of a message that was dropped")
-        try:
-            for piece in pieces:
-                incoming.feed(piece)
-        except MalformedError:
-            self._incoming = None
-            raise
-        if incoming.missing_bytes:
-            return None
-        self._incoming = None
-        return incoming.message()
+        self._incoming = incoming if incoming.missing_bytes else None

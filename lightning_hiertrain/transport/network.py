@@ -1,16 +1,13 @@
-"""The links of one tier to all others: nested values of tensors, sent by peer and tag."""
+"""The links of one tier to all others: how they open, fail and close."""
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
-from time import perf_counter
 from traceback import format_exception
 from types import TracebackType
-from typing import Any
 
 from lightning_hiertrain.errors import LinkTimeoutError
 from lightning_hiertrain.topology import KEY_CHARACTERS, Topology
@@ -19,19 +16,14 @@ from lightning_hiertrain.transport.connect import Connector
 from lightning_hiertrain.transport.engine import Engine
 from lightning_hiertrain.transport.farewell import Farewell
 from lightning_hiertrain.transport.keys import check_private_key, check_tier_key, read_private_key
-from lightning_hiertrain.transport.observing import Observer
-from lightning_hiertrain.transport.peers import Peer, lost_error, timeout_error
+from lightning_hiertrain.transport.messages import Messages
+from lightning_hiertrain.transport.peers import lost_error
 from lightning_hiertrain.transport.protocol import Protocol
-from lightning_hiertrain.transport.sockets import Channel
-from lightning_hiertrain.transport.wire import encode
 
-MAX_QUEUED_BYTES = 256 << 20
-"""How much may wait to be sent to one peer before `send` waits too."""
-SMALL_BYTES = 64 << 10
 _STOP_SECONDS = 5.0
 
 
-class Network:
+class Network(Messages):
     """The links of one tier; made by `Network.local` or `Network.from_topology`.
 
     Attributes:
@@ -58,17 +50,13 @@ class Network:
         ):
             if not seconds > 0:
                 raise ValueError(f"`{name}` must be above 0, got {seconds!r}")
-        self.tier = tier
+        super().__init__(tier, timeout_seconds=timeout_seconds)
         self.topology = topology
-        self.timeout_seconds = timeout_seconds
-        self.observer: Observer | None = None
         self._silence_seconds = silence_seconds
         self._private_key = private_key
         self._run_id = run_id
-        self._changed = threading.Condition()
         self._connector: Connector | None = None
-        self._engine: Engine | None = None
-        self._aborted = self._closed = False
+        self._aborted = False
 
     @classmethod
     def local(
@@ -169,7 +157,10 @@ class Network:
             and engine.failure is None
             and not self._closed
             and not self._aborted
-            and all(peer.lost is None for peer in engine.protocol.peers.values())
+            and all(
+                peer.lost is None or engine.protocol.membership.spares(name)
+                for name, peer in engine.protocol.peers.items()
+            )
         )
 
     def start(self) -> None:
@@ -216,147 +207,37 @@ class Network:
 
         def all_here() -> bool:
             for peer in peers.values():
-                if peer.lost is not None:
+                has_left = peer.established and peer.closing_at is not None  # so it was here
+                if peer.lost is not None and not has_left:
                     raise lost_error(self.tier, peer, "wait for all tiers", timeout_seconds)
             return all(peer.established for peer in peers.values())
 
         if not self._wait(all_here, timeout_seconds):
-            missing = [peer for peer in peers.values() if not peer.established]
+            missing = self.missing()
             raise LinkTimeoutError(
                 f"tier {self.tier!r} waited {timeout_seconds:g} s for all tiers: "
-                + "; ".join(self._describe_missing(peer) for peer in missing)
+                + "; ".join(missing.values())
                 + ". Start the missing tiers, and check addresses, firewalls and keys",
                 tier=self.tier,
-                peer=missing[0].name,
+                peer=next(iter(missing)),
                 operation="wait for all tiers",
                 timeout_seconds=timeout_seconds,
             )
 
-    def send(self, peer: str, tag: str, value: Any = None, *, control: bool | None = False) -> None:
-        """Sends a value and returns at once; its tensors must not be changed any more.
-
-        Args:
-            peer: The tier that gets it.
-            tag: The name under which it is received.
-            value: What `pack` can take apart.
-            control: Whether it is small and must not wait behind tensors; `None` for "if it is
-                small". Order holds within each kind, not between them.
-
-        Raises:
-            TypeError: If the value holds something that cannot travel.
-            PeerLostError: If the peer is gone.
-            LinkTimeoutError: If too much waits to be sent already.
-        """
-        if tag.startswith("\0"):
-            raise ValueError(f"the tag {tag!r} is reserved")
-        engine, state, message = self._running(), self._peer(peer), encode(tag, value)
-        observer = self.observer
-        started = perf_counter() if observer is not None else 0.0
-        small = message.total_bytes <= SMALL_BYTES if control is None else control
-        channel, operation = Channel.CONTROL if small else Channel.DATA, f"send {tag}"
-
-        def has_room() -> bool:
-            if state.lost is not None:
-                raise lost_error(self.tier, state, operation, None)
-            queued = state.queued_bytes[channel]
-            return not queued or queued + message.total_bytes <= MAX_QUEUED_BYTES
-
-        with self._changed:
-            if not self._wait(has_room, self.timeout_seconds):
-                raise timeout_error(
-                    self.tier,
-                    state,
-                    operation,
-                    self.timeout_seconds,
-                    f"{state.queued_bytes[channel]} bytes wait to be sent",
-                )
-            if observer is not None:
-                observer.sent(peer, tag, message.total_bytes, started, perf_counter())
-            engine.protocol.enqueue(state, message, channel)
-        engine.wake()
-
-    def receive(
-        self, peer: str, tag: str, *, timeout_seconds: float | None = None, operation: str = ""
-    ) -> Any:
-        """Returns the next value that a peer has sent under a tag, and waits for it if necessary.
-
-        Args:
-            peer: The tier that sends it.
-            tag: Its name. Tags may be received in any order; values of one tag come in the order of
-                sending.
-            timeout_seconds: How long to wait; the network's timeout if not given.
-            operation: What is being done, for error messages.
-
-        Raises:
-            PeerLostError: If the peer is gone and has left no such value.
-            LinkTimeoutError: If it has not come in time.
-        """
-        timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        operation = operation or f"receive {tag}"
-        observer = self.observer
-        started = perf_counter() if observer is not None else 0.0
-        self._running()
-        state = self._peer(peer)
-
-        def is_here() -> bool:
-            if tag in state.inbox:
-                return True
-            if state.lost is not None:
-                raise lost_error(self.tier, state, operation, timeout_seconds)
-            return False
-
-        with self._changed:
-            if not self._wait(is_here, timeout_seconds):
-                raise timeout_error(self.tier, state, operation, timeout_seconds, "nothing came")
-            message = state.inbox[tag].popleft()
-            if not state.inbox[tag]:
-                del state.inbox[tag]
-        if observer is not None:
-            observer.received(peer, message, operation, started, perf_counter())
-        return message.value()
-
-    def poll(self, peer: str, tag: str) -> bool:
-        """Tells whether `receive` would return at once.
-
-        Raises:
-            PeerLostError: If the peer is gone and has left no such value.
-        """
-        self._running()
-        state = self._peer(peer)
-        with self._changed:
-            if tag not in state.inbox and state.lost is not None:
-                raise lost_error(self.tier, state, f"receive {tag}", None)
-            return tag in state.inbox
-
-    def flush(self, timeout_seconds: float | None = None, *, peer: str | None = None) -> None:
-        """Waits until everything that was sent, or what was sent to one peer, has arrived.
-
-        Raises:
-            PeerLostError: If a peer is gone.
-            LinkTimeoutError: If it takes longer.
-        """
-        timeout_seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
-        engine = self._running()
-        states = [self._peer(peer)] if peer is not None else list(engine.protocol.peers.values())
-
-        def all_arrived() -> bool:
-            for state in states:
-                if state.lost is not None and peer is not None:
-                    raise lost_error(self.tier, state, "flush", timeout_seconds)
-            return not any(state.queued_messages for state in states)
-
-        if not self._wait(all_arrived, timeout_seconds):
-            state = next(state for state in states if state.queued_messages)
-            raise timeout_error(
-                self.tier,
-                state,
-                "flush",
-                timeout_seconds,
-                f"{state.queued_messages} messages have not been acknowledged",
-            )
+    def missing(self) -> dict[str, str]:
+        """Returns the tiers that have not been met, and what is known about why."""
+        assert self._connector is not None
+        protocol = self._running().protocol
+        return {
+            peer.name: peer.lost or self._connector.describe_missing(peer, protocol.sockets)
+            for peer in protocol.peers.values()
+            if not peer.established
+        }
 
     def give_up(self, peer: str, reason: str) -> None:
         """Ends waits for a peer that has not come yet and, as is known elsewhere, never will."""
+        if self._engine is None or self._closed:
+            return  # nobody waits any more
         state = self._peer(peer)
         with self._changed:
             if not state.established and state.lost is None:
@@ -392,59 +273,3 @@ class Network:
             engine.stop(_STOP_SECONDS)
         if self._connector is not None:
             self._connector.leave()
-
-    def bytes_per_second(self, peer: str) -> float | None:
-        """Returns how fast tensors went to a peer lately, `None` if too few did to tell."""
-        state = self._peer(peer)
-        with self._changed:
-            flow = state.outgoing.get(Channel.DATA)  # a lost peer has none
-        return None if flow is None else flow.bytes_per_second
-
-    def stats(self) -> dict[str, dict[str, int]]:
-        """Returns what was sent to and received from each peer."""
-        peers = self._engine.protocol.peers if self._engine is not None else {}
-        with self._changed:
-            return {
-                name: {
-                    "bytes_sent": peer.bytes_sent,
-                    "bytes_received": peer.bytes_received,
-                    "messages_sent": peer.messages_sent,
-                    "messages_received": peer.messages_received,
-                    "bytes_relayed": peer.bytes_relayed,
-                    "chunks_replayed": sum(flow.num_replayed for flow in peer.outgoing.values()),
-                    "chunks_doubled": sum(flow.num_doubled for flow in peer.incoming.values()),
-                }
-                for name, peer in peers.items()
-            }
-
-    # Waiting and ending
-
-    def _wait(self, condition: Callable[[], bool], timeout_seconds: float) -> bool:
-        """Waits for a condition; a failure of the links' thread ends the wait."""
-
-        def done() -> bool:
-            self._running()
-            return condition()
-
-        with self._changed:
-            return self._changed.wait_for(done, min(timeout_seconds, threading.TIMEOUT_MAX))
-
-    def _running(self) -> Engine:
-        if self._engine is None or self._closed:
-            state = "closed" if self._closed else "not started"
-            raise RuntimeError(f"the network of tier {self.tier!r} is {state}")
-        if self._engine.failure is not None:
-            raise RuntimeError(f"the links of tier {self.tier!r} failed") from self._engine.failure
-        return self._engine
-
-    def _peer(self, name: str) -> Peer:
-        peers = self._running().protocol.peers
-        if name not in peers:
-            raise ValueError(
-                f"tier {self.tier!r} has no peer {name!r}; its peers are {list(peers)}"
-            )
-        return peers[name]
-
-    def _describe_missing(self, peer: Peer) -> str:
-        assert self._connector is not None
-        return self._connector.describe_missing(peer, self._running().protocol.sockets)

@@ -163,9 +163,12 @@ class _Packer:
         )
 
     def _pack_numpy(self, value: Any, path: str) -> Any:
-        if value.dtype.kind not in _NUMPY_KINDS or type(value) is np.ma.MaskedArray:
+        dtype = value.dtype
+        # Of items without bytes, text of no characters, any number could be claimed.
+        fits = dtype.kind in _NUMPY_KINDS and dtype.itemsize
+        if not fits or type(value) is np.ma.MaskedArray:
             raise TypeError(
-                f"{path} is a {type(value).__name__} of dtype {value.dtype}, which cannot travel "
+                f"{path} is a {type(value).__name__} of dtype {dtype}, which cannot travel "
                 "between tiers; use numbers, text or dates"
             )
         array = np.asarray(value)
@@ -305,14 +308,10 @@ def _enum(skeleton: Any, _: list[torch.Tensor]) -> Any:
 
 def _array(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
     dtype = np.dtype(str(skeleton["dtype"]))
-    if dtype.kind not in _NUMPY_KINDS:
+    if dtype.kind not in _NUMPY_KINDS or not dtype.itemsize:
         raise _UnpackError(f"this is not a packed value: an array of dtype {dtype}")
     raw = tensors[_position(skeleton)].numpy()
-    return (
-        raw.copy().view(dtype).reshape(skeleton["shape"])
-        if dtype.itemsize
-        else np.zeros(skeleton["shape"], dtype)
-    )
+    return raw.copy().view(dtype).reshape(skeleton["shape"])
 
 
 def _dtype(skeleton: Any, _: list[torch.Tensor]) -> torch.dtype:

@@ -22,6 +22,9 @@ from lightning_hiertrain.transport.rendezvous import ProcessIdentity
 from lightning_hiertrain.transport.sockets import Channel
 from lightning_hiertrain.transport.wire import MalformedError, Message
 
+_AHEAD_SECONDS = 0.03
+"""How long tensors of the step may find the link taken by what is needed later."""
+_AHEAD_BYTES = 64 << 10
 KINDS = ("hello", "probe", "ack", "chunk", "refuse")
 
 
@@ -38,9 +41,7 @@ class Peer:
     ended_since: float | None = None
     closing_at: int | None = None
     """The number of chunks of tensors after which it will have closed."""
-    outgoing: dict[Channel, OutFlow] = field(
-        default_factory=lambda: {c: OutFlow() for c in Channel}
-    )
+    outgoing: dict[Channel, OutFlow] = field(default_factory=lambda: _out_flows())
     incoming: dict[Channel, InFlow] = field(default_factory=lambda: {c: InFlow() for c in Channel})
     unanswered: bool = False
     """Whether it should hear from this tier before the next beat."""
@@ -49,6 +50,8 @@ class Peer:
     """Whether each has heard from the other."""
     lost: str | None = None
     """Why it can no longer be reached."""
+    ended_by_itself: bool = False
+    """Whether it ended in order or with an error of its own, rather than died."""
     culprit: str | None = None
     """The tier whose failure made it fail; `lost` then tells what happened there."""
     through: str = ""
@@ -69,6 +72,23 @@ class Peer:
     @property
     def is_neighbour(self) -> bool:
         return len(self.route) == 2
+
+    def stats(self) -> dict[str, int]:
+        """Returns what was sent to and received from it."""
+        return {
+            "bytes_sent": self.bytes_sent,
+            "bytes_received": self.bytes_received,
+            "messages_sent": self.messages_sent,
+            "messages_received": self.messages_received,
+            "bytes_relayed": self.bytes_relayed,
+            "chunks_replayed": sum(flow.num_replayed for flow in self.outgoing.values()),
+            "chunks_doubled": sum(flow.num_doubled for flow in self.incoming.values()),
+        }
+
+
+def _out_flows() -> dict[Channel, OutFlow]:
+    ahead = OutFlow(window_seconds=_AHEAD_SECONDS, min_window_bytes=_AHEAD_BYTES)
+    return {Channel.CONTROL: OutFlow(), Channel.DATA: OutFlow(), Channel.AHEAD: ahead}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ class RefusalProbe:
             self._socket.setblocking(False)
             self._begun = now
             self._finish(self._socket.connect_ex(self._address), now)
-        elif select.select((), (self._socket,), (), 0)[1]:
+        elif _is_writable(self._socket):
             self._finish(self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), now)
         elif now - self._begun > _PATIENCE_SECONDS:
             self._finish(errno.ETIMEDOUT, now)
@@ -58,3 +58,9 @@ class RefusalProbe:
         self.reset()
         if code == errno.ECONNREFUSED:
             self._refused_since = now if since is None else since
+
+
+def _is_writable(connecting: socket.socket) -> bool:
+    poller = select.poll()  # `select.select` fails where a thousand files are open
+    poller.register(connecting, select.POLLOUT)
+    return bool(poller.poll(0))

@@ -12,24 +12,27 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_hiertrain.topology import Topology
+from lightning_hiertrain.transport.admission import Credentials
+from lightning_hiertrain.transport.membership import Membership
 from lightning_hiertrain.transport.packing import unpack
 from lightning_hiertrain.transport.peers import Envelope, Peer, write_envelope
 from lightning_hiertrain.transport.rendezvous import ProcessIdentity
-from lightning_hiertrain.transport.sockets import Channel, Credentials, Frame, Received, Sockets
+from lightning_hiertrain.transport.sockets import Channel, Frame, Received, Sockets
 from lightning_hiertrain.transport.wire import MalformedError, Message, Outgoing, encode
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
-PROTOCOL = 1
+PROTOCOL = 2
 BYE, ABORT, LOST = "\0bye", "\0abort", "\0lost"
 """Tags of this layer's own messages."""
 _HELLO_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 0.3
 _LITTLE_BYTES = 64 << 10
-_REFUSED_SECONDS = 3.0
+_REFUSED_SECONDS = 2.0
 
 
 class Protocol:
@@ -62,6 +65,7 @@ class Protocol:
             for name in topology.names
             if name != tier
         }
+        self.membership = Membership(tier, self.peers)
         self._changed = changed
         self._silence_seconds = silence_seconds
         self._heartbeat_seconds = min(5.0, max(0.5, silence_seconds / 2))
@@ -106,7 +110,8 @@ class Protocol:
     def _take(self, peer: Peer, envelope: Envelope, item: Received) -> None:
         if envelope.kind == "refuse":
             if envelope.target_session == self.session:
-                self.lose(peer, str(envelope.more.get("reason", ""))[:1000])
+                reason = str(envelope.more.get("reason", ""))[:1000]
+                self.lose(peer, reason, by_itself=True)
             return
         if peer.session is None and envelope.kind == "hello" and peer.lost is None:
             self._meet_peer(peer, envelope)
@@ -115,6 +120,9 @@ class Protocol:
                 self._refuse(peer, envelope)
             return
         if peer.lost is not None:
+            if envelope.kind == "probe":  # it was given up, and does not know it
+                reason = f"tier {self.tier!r} has gone on without it: {peer.lost}"
+                self._send_control(peer, "refuse", envelope.session, reason=reason[:1000])
             return
         peer.last_heard = time.monotonic()
         if envelope.target_session != self.session:
@@ -144,7 +152,7 @@ class Protocol:
             )
             reason = f"tier {peer.name!r} does not fit to tier {self.tier!r}: {what}"
             self._send_control(peer, "refuse", envelope.session, reason=reason)
-            self.lose(peer, reason)
+            self.lose(peer, reason, by_itself=True)
             return
         peer.session = envelope.session
         peer.unanswered = True
@@ -155,7 +163,7 @@ class Protocol:
         process = ProcessIdentity.from_dict(envelope.more.get("process"))
         if process is not None and process == peer.process:
             # It goes on to its next run; this one will follow, or has been told why it cannot.
-            self.lose(peer, "it has left this run and begun another one")
+            self.lose(peer, "it has left this run and begun another one", by_itself=True)
             return
         if peer.session is not None:
             self.lose(peer, "its process was started anew in the middle of the run")
@@ -191,23 +199,31 @@ class Protocol:
                 peer.messages_received += 1
                 self._changed.notify_all()
         if peer.closing_at is not None and peer.incoming[Channel.DATA].received >= peer.closing_at:
-            self.lose(peer, "it has finished and closed its links")
+            self.lose(peer, "it has finished and closed its links", by_itself=True)
 
     def _obey(self, peer: Peer, message: Message) -> None:
         try:
             value = unpack(message.header, message.tensors)
             if message.tag == BYE:
-                peer.closing_at = int(value)
-            elif message.tag == ABORT:
-                culprit, reason = value["culprit"], value["reason"]
-                if culprit in self.topology.names:
-                    peer.culprit, peer.through = culprit, f"as tier {peer.name!r} reports"
-                self.lose(peer, reason if peer.culprit else f"it ended with an error:\n{reason}")
+                peer.closing_at = _checked(value, int)
+                return
+            said = _checked(value, dict)
+            reason = _checked(said["reason"], str)
+            if message.tag == LOST:
+                gone = self.peers[_checked(said["tier"], str)]
+                by_itself = _checked(said["by_itself"], bool)
+                if peer.name in gone.route or self.membership.decides(peer.name, gone.name):
+                    reason = f"tier {peer.name!r} reports: {reason}"
+                    self.lose(gone, reason, by_itself=by_itself)
+                return
+            if said["culprit"] is None:
+                reason = f"it ended with an error:\n{reason}"
             else:
-                gone = self.peers[value["tier"]]
-                if peer.name in gone.route:
-                    self.lose(gone, f"tier {peer.name!r} reports: {value['reason']}")
-        except (ValueError, TypeError, KeyError) as error:
+                peer.culprit = self.topology.tier(_checked(said["culprit"], str)).name
+                peer.through = f"as tier {peer.name!r} reports"
+            # Who lost the way to another tier has not failed itself.
+            self.lose(peer, reason, by_itself=peer.culprit is None)
+        except (ValueError, KeyError) as error:
             raise MalformedError("a message of the link layer that cannot be read") from error
 
     # What leaves
@@ -228,10 +244,19 @@ class Protocol:
                 self._greet(peer)
             if not peer.established:
                 continue
-            for channel in Channel:
+            for channel in (Channel.CONTROL, Channel.DATA):
                 if self.sockets.is_up(peer.next_hop, channel):
                     self._send_chunks(peer, channel)
             self._acknowledge(peer)
+        self._send_ahead()
+
+    def _send_ahead(self) -> None:
+        """Sends what is needed later, on links that no tensors of the step are leaving by."""
+        living = [peer for peer in self._living() if peer.established]
+        taken = {peer.next_hop for peer in living if not peer.outgoing[Channel.DATA].is_idle}
+        for peer in living:
+            if peer.next_hop not in taken and self.sockets.is_up(peer.next_hop, Channel.AHEAD):
+                self._send_chunks(peer, Channel.AHEAD)
 
     def _send_chunks(self, peer: Peer, channel: Channel) -> None:
         flow = peer.outgoing[channel]
@@ -299,13 +324,16 @@ class Protocol:
         if beat:
             self._next_beat = now + self._beat_seconds
         for peer in self._living():
+            if peer.lost is not None:
+                continue  # with the one before it, which relayed to it
             if not peer.established:
                 if hello:
                     self._greet(peer)
             elif beat:
                 self._probe(peer, Channel.CONTROL)
-                if peer.outgoing[Channel.DATA].unacknowledged:
-                    self._probe(peer, Channel.DATA)
+                for channel in (Channel.DATA, Channel.AHEAD):
+                    if peer.outgoing[channel].unacknowledged:
+                        self._probe(peer, channel)
             if peer.established:
                 self._acknowledge(peer, at_once=True)
             if peer.session is not None:
@@ -346,24 +374,39 @@ class Protocol:
     def _living(self) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.lost is None]
 
-    def lose(self, peer: Peer, reason: str) -> None:
-        """Marks a peer as lost, tells the tiers that reach it through this one, and wakes waits."""
+    def lose(self, peer: Peer, reason: str, *, by_itself: bool = False) -> None:
+        """Marks a peer as lost, tells the tiers whom it concerns, and wakes waits.
+
+        Args:
+            peer: The tier.
+            reason: What happened to it.
+            by_itself: Whether it ended in order or with an error of its own.
+        """
         if peer.lost is not None:
             return
         log.debug("tier %s lost tier %s: %s", self.tier, peer.name, reason)
         self._acknowledge(peer, at_once=True)  # it may be waiting for that to close
         with self._changed:
-            peer.lost = reason
+            peer.lost, peer.ended_by_itself = reason, by_itself
             peer.queued_messages = 0
             peer.queued_bytes = dict.fromkeys(Channel, 0)
             peer.outgoing = {}
             for other in self._living():
-                route = self.topology.route(other.name, peer.name)
-                if other.is_neighbour and self.tier in route:
-                    notice = encode(LOST, {"tier": peer.name, "reason": reason})
-                    self.enqueue(other, notice, Channel.CONTROL)
+                relays = self.tier in self.topology.route(other.name, peer.name)
+                if (other.is_neighbour and relays) or self.membership.decides(self.tier, peer.name):
+                    told = {"tier": peer.name, "reason": reason, "by_itself": by_itself}
+                    self.enqueue(other, encode(LOST, told), Channel.CONTROL)
             self._changed.notify_all()
+        on_lost = self.membership.on_lost
+        if on_lost is not None and self.membership.spares(peer.name):
+            on_lost(peer.name)
         for other in self._living():
             if peer.name in other.route:
                 other.culprit, other.through = peer.name, f"which relays to tier {other.name!r}"
-                self.lose(other, reason)
+                self.lose(other, reason, by_itself=by_itself)
+
+
+def _checked(value: Any, kind: type[_T]) -> _T:
+    if type(value) is not kind:
+        raise MalformedError("a message of the link layer that cannot be read")
+    return value

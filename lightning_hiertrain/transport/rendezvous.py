@@ -65,7 +65,10 @@ class ProcessIdentity:
 
     def has_ended(self) -> bool:
         """Tells whether the process is known to have ended, which only its machine can."""
-        return self.is_here() and _start_time(self.pid) != self.start_time
+        try:
+            return self.is_here() and _start_time(self.pid) != self.start_time
+        except OSError:  # this process has too many files open to look
+            return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +245,6 @@ def _start_time(pid: int) -> str | None:
     """Returns when a process was started, `None` if there is none (a zombie has ended)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else fields[19]

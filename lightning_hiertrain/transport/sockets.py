@@ -1,8 +1,9 @@
-"""The ZeroMQ side of a tier: a listening socket, two dialled ones for each tier above, keys.
+"""The ZeroMQ side of a tier: a listening socket, three dialled ones for each tier above, keys.
 
     lower tier                                        higher tier
     DEALER control  ----- one TCP connection ----->   ROUTER (one port for all the tiers below)
     DEALER data     ----- one TCP connection ----->
+    DEALER ahead    ----- one TCP connection ----->
 
 Small messages never wait behind tensors because each channel has a connection of its own. The
 object belongs to one thread; encryption and TCP run in ZeroMQ's own threads. A connection that
@@ -15,7 +16,7 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 import zmq
@@ -23,9 +24,9 @@ import zmq
 # Its exit handler ends all sending without copies; imported here, it runs after those registered
 # later, which may close a network in order.
 import zmq.utils.garbage
-from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from lightning_hiertrain.transport.admission import Admission, Credentials
 from lightning_hiertrain.transport.dialled import (
     BROKEN,
     MAX_ENVELOPE_BYTES,
@@ -38,8 +39,6 @@ from lightning_hiertrain.transport.dialled import (
 log = logging.getLogger(__name__)
 
 MAX_FRAMES = 256
-_ZAP_ADDRESS = "inproc://zeromq.zap.01"
-_ZAP_DOMAIN = b"hiertrain"
 _BATCH = 16
 _MAX_WARNINGS = 1000
 
@@ -47,24 +46,14 @@ Frame = zmq.Frame | memoryview | bytes
 
 
 class Channel(IntEnum):
-    """The two connections of a pair of neighbours."""
+    """The connections of a pair of neighbours, most urgent first."""
 
     CONTROL = 0
+    """Small messages."""
     DATA = 1
-
-
-@dataclass(kw_only=True)
-class Credentials:
-    """This tier's keys and those of its neighbours, as they become known."""
-
-    public_key: str
-    private_key: str = field(repr=False)
-    neighbours: dict[str, str] = field(default_factory=dict)
-    """Public key by name."""
-
-    def owner_of(self, public_key: str) -> str | None:
-        """Returns the neighbour whose key this is."""
-        return next((name for name, key in self.neighbours.items() if key == public_key), None)
+    """Tensors that the step waits for."""
+    AHEAD = 2
+    """What is needed later: it leaves when no tensors of `DATA` are on their way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +90,10 @@ class Sockets:
         self._credentials = credentials
         self._heartbeat_seconds = heartbeat_seconds
         self._on_up = on_up
-        self._on_unknown_key = on_unknown_key
         self._context = zmq.Context(io_threads=max(2, min(2 * num_links, 6)))
         self._context.set(zmq.MAX_SOCKETS, 1023)
         self._poller = zmq.Poller()
-        self._zap = self._context.socket(zmq.REP)
-        self._zap.bind(_ZAP_ADDRESS)
-        self._poller.register(self._zap, zmq.POLLIN)
+        self._admission = Admission(self._context, self._poller, credentials, on_unknown_key)
         self._router: zmq.Socket[bytes] | None = None
         self._dialled: dict[tuple[str, Channel], DialledConnection] = {}
         self._routing_ids: dict[tuple[str, Channel], bytes] = {}
@@ -125,9 +111,7 @@ class Sockets:
             router = self._context.socket(zmq.ROUTER)
             set_common_options(router)
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            router.setsockopt(zmq.CURVE_SERVER, 1)
-            router.setsockopt(zmq.CURVE_SECRETKEY, self._credentials.private_key.encode())
-            router.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+            self._admission.guard(router)
             self._set_heartbeat(router)
             self._router = router
             self._poller.register(router, zmq.POLLIN)
@@ -194,8 +178,7 @@ class Sockets:
                     timeout_seconds = min(timeout_seconds, dialled.retry_at - now)
         ready = dict(self._poller.poll(max(0, int(timeout_seconds * 1000 + 0.999))))
         received: list[Received] = []
-        if self._zap in ready:
-            self._admit()
+        self._admission.serve(ready)
         if self._router is not None and self._router in ready:
             self._receive_from_below(received)
         for (neighbour, channel), dialled in self._dialled.items():
@@ -223,9 +206,9 @@ class Sockets:
         self.closed = True
         for dialled in self._dialled.values():
             dialled.close(self._poller, linger_milliseconds=200)
-        for socket in (self._router, self._zap):
-            if socket is not None:
-                socket.close(linger=200)
+        self._admission.close()
+        if self._router is not None:
+            self._router.close(linger=200)
         self._context.term()
 
     def _open(self, neighbour: str, channel: Channel) -> None:
@@ -235,7 +218,7 @@ class Sockets:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._credentials.public_key.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._credentials.private_key.encode())
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._credentials.neighbours[neighbour].encode())
-        if channel is Channel.CONTROL:  # the data connection is made anew with it
+        if channel is Channel.CONTROL:  # the other connections are made anew with it
             self._set_heartbeat(socket)
         dialled.monitor = socket.get_monitor_socket(zmq.EVENT_ALL)
         dialled.socket = socket
@@ -263,7 +246,8 @@ class Sockets:
             elif event in BROKEN:
                 self._break(neighbour, channel, explain(event))
                 if channel is Channel.CONTROL:
-                    self._break(neighbour, Channel.DATA, explain(event))
+                    for other in (Channel.DATA, Channel.AHEAD):
+                        self._break(neighbour, other, explain(event))
 
     def _break(self, neighbour: str, channel: Channel, failure: str) -> None:
         dialled = self._dialled[neighbour, channel]
@@ -292,7 +276,7 @@ class Sockets:
             self._append(received, *source, frames[1:])
 
     def _enter(self, neighbour: str, channel_text: bytes, routing_id: bytes) -> None:
-        if channel_text not in (b"0", b"1"):
+        if channel_text not in [str(int(channel)).encode() for channel in Channel]:
             self.warn_once(neighbour, "an unknown channel")
             return
         key = (neighbour, Channel(int(channel_text)))
@@ -314,28 +298,6 @@ class Sockets:
         received.append(
             Received(neighbour=neighbour, channel=channel, envelope=envelope.bytes, payload=payload)
         )
-
-    def _admit(self) -> None:
-        """Answers ZeroMQ's question whether a key may come in (ZAP, rfc.zeromq.org/spec/27)."""
-        request = self._zap.recv_multipart()
-        version, request_id, domain, address = (*request, b"", b"", b"", b"")[:4]
-        neighbour = None
-        if len(request) == 7 and domain == _ZAP_DOMAIN and request[5] == b"CURVE":
-            key = z85.encode(request[6]).decode()
-            if self._credentials.owner_of(key) is None:
-                self._on_unknown_key()
-            neighbour = self._credentials.owner_of(key)
-        if neighbour is None:
-            where = address.decode(errors="replace")
-            if ("", where) not in self._warned and len(self._warned) < _MAX_WARNINGS:
-                self._warned.add(("", where))
-                log.warning(
-                    "refused a connection from %s: its key is not that of a neighbouring tier",
-                    where,
-                )
-            self._zap.send_multipart([version, request_id, b"400", b"not on the list", b"", b""])
-        else:
-            self._zap.send_multipart([version, request_id, b"200", b"OK", neighbour.encode(), b""])
 
 
 def _drain(socket: zmq.Socket[bytes]) -> list[list[zmq.Frame]]:

@@ -143,23 +143,42 @@ class Incoming:
         self._head = bytearray()
         self._head_bytes = head_bytes
         self._message: Message | None = None
+        self.is_broken = False
+        """Whether its head was not one."""
         self._room: deque[memoryview] = deque()
 
-    def feed(self, piece: memoryview) -> None:
+    def feed(self, pieces: list[memoryview]) -> Message | None:
         """Takes the next bytes.
 
+        Returns:
+            The message, if these were its last ones.
+
         Raises:
-            MalformedError: If they are more than announced, or the head is not one.
+            MalformedError: If they are more than announced, and then nothing is taken, or the head
+                is not one, and then what else comes of the message is taken and thrown away.
         """
-        if piece.nbytes > self.missing_bytes:
+        num_bytes = sum(piece.nbytes for piece in pieces)
+        if num_bytes > self.missing_bytes:
             raise MalformedError("more bytes than the message announced")
-        self.missing_bytes -= piece.nbytes
+        self.missing_bytes -= num_bytes
+        if not self.is_broken:
+            for piece in pieces:
+                self._fill(piece)
+        if self.missing_bytes or self._message is None:
+            return None
+        self._message.num_bytes = self._total_bytes
+        self._message.began, self._message.arrived = self._began, perf_counter()
+        return self._message
+
+    def _fill(self, piece: memoryview) -> None:
         if self._message is None:
             missing = self._head_bytes - len(self._head)
             self._head += piece[:missing]
             piece = piece[missing:]
             if len(self._head) == self._head_bytes:
+                self.is_broken = True
                 self._message = self._allocate()
+                self.is_broken = False
         while piece.nbytes:
             room = self._room[0]
             length = min(room.nbytes, piece.nbytes)
@@ -169,14 +188,6 @@ class Incoming:
                 self._room.popleft()
             else:
                 self._room[0] = room[length:]
-
-    def message(self) -> Message:
-        """Returns the complete message."""
-        assert self._message is not None
-        assert not self.missing_bytes
-        self._message.num_bytes = self._total_bytes
-        self._message.began, self._message.arrived = self._began, perf_counter()
-        return self._message
 
     def _allocate(self) -> Message:
         try:

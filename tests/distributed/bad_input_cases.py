@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import BatchSizeFinder, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -64,6 +64,54 @@ class WithLBFGS(Small):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Twice(torch.optim.SGD):
+    """Evaluates the step twice, as sharpness-aware minimisation does."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+class WithTwice(Small):
+    def configure_optimizers(self) -> Any:
+        return Twice(self.parameters(), lr=0.1)
+
+
+class HoldsItself(Small):
+    """Keeps a function that has the module in it, as a compiled method has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = lambda x: self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.run(x), y)
+
+
+class SkipsBySamples(Small):
+    """Skips the step on one tier alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and rank() == 2:
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+class Misspelt(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, _ = batch
+        return F.mse_loss(self.net(x), y)
+
+
+class WholeBatch(Small):
+    """Counts on the size of its mini-batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        return F.mse_loss(self.net(x), y + torch.zeros(BATCH, 2))
+
+
 class Uncuttable(Small):
     """Each row meets all others before any layer."""
 
@@ -83,6 +131,31 @@ class FailingStep(Small):
         if batch_idx == 2 and self.trainer.strategy.tier == self.failing_tier:  # type: ignore[attr-defined]
             raise ArithmeticError(f"the step of {self.failing_tier} went wrong")
         return super().training_step(batch, batch_idx)
+
+
+class FailingBackward(FailingStep):
+    """Fails in the backward pass of the third step, on one tier."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        fails = batch_idx == 2 and self.trainer.strategy.tier == self.failing_tier  # type: ignore[attr-defined]
+        hidden = Refused.apply(self.net[0](x), fails)
+        return F.mse_loss(self.net[1:](hidden), y)
+
+
+class Refused(torch.autograd.Function):
+    """Lets values pass, and fails in the backward pass if it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails:
+            raise ArithmeticError("the backward pass went wrong")
+        return gradient, None
 
 
 class FailingCallback(Callback):
@@ -235,6 +308,12 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "manual optimization": lambda _: fit(Manual()),
     "several optimizers": lambda _: fit(SeveralOptimizers()),
     "LBFGS": lambda _: fit(WithLBFGS()),
+    "optimizer that steps twice": lambda _: fit(WithTwice()),
+    "ModelPruning": lambda _: fit(callbacks=[ModelPruning("l1_unstructured")]),
+    "module in a function": lambda _: fit(HoldsItself()),
+    "skipped on one tier": lambda _: fit(SkipsBySamples()),
+    "error of the step": lambda _: fit(Misspelt()),
+    "size of the mini-batch": lambda _: fit(WholeBatch()),
     "no cut point": lambda _: fit(Uncuttable()),
     "BatchSizeFinder": lambda _: fit(callbacks=[BatchSizeFinder()]),
     "schedule of another model": lambda _: fit(strategy={"schedule": schedule(layers=LAYERS + 1)}),
@@ -249,6 +328,9 @@ CASES: dict[str, Callable[[Path], Any]] = {
     ),
     "step of the owner": lambda _: fit(FailingStep("edge")),
     "step of a prefix worker": lambda _: fit(FailingStep("cloud")),
+    "step of the data tier": lambda _: fit(FailingStep("device")),
+    "backward of the owner": lambda _: fit(FailingBackward("edge")),
+    "backward of a prefix worker": lambda _: fit(FailingBackward("cloud")),
     "dataset": lambda _: fit(loader=rows(broken=20)),
     "callback on one tier": lambda _: fit(
         callbacks=[FailingCallback("cloud", "on_train_batch_end")]

@@ -62,6 +62,7 @@ def train(
     plain: bool = False,
     max_steps: int = 12,
     rate: float = 0.05,
+    samples: int = 96,
     trainer: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Trains one of the models and validates it."""
@@ -78,7 +79,7 @@ def train(
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(4, (96,), generator=generator)
     images = torch.randn(96, 3, 16, 16, generator=generator) + 0.5 * labels[:, None, None, None]
-    data = TensorDataset(images.double(), labels)
+    data = TensorDataset(images[:samples].double(), labels[:samples])
     made = Trainer(
         accelerator="cpu",
         devices=1 if plain else 3,

@@ -8,8 +8,6 @@ of scenarios; it prints a JSON list of what happened.
 from __future__ import annotations
 
 import atexit
-import ctypes
-import json
 import os
 import re
 import select
@@ -19,7 +17,6 @@ import sys
 import tempfile
 import time
 import traceback
-from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.pytorch import Callback, Trainer
@@ -27,12 +24,13 @@ from lightning.pytorch import Callback, Trainer
 from lightning_hiertrain import HierTrainStrategy
 from lightning_hiertrain.transport import rendezvous
 from tests.distributed.bad_input_cases import TIERS, Small, rows, schedule
+from tests.distributed.forked import enter
 from tests.distributed.launch import free_ports
 
+GOES_ON = "went on without it at "
 LINKS = ({"device", "edge"}, {"edge", "cloud"})
 SILENCE_SECONDS = 3.0
 TIMEOUT_SECONDS = 30.0
-_CLONE_NEWNET = 0x40000000
 _NOTICED = "training ended at "
 
 
@@ -47,7 +45,21 @@ class Ready(Callback):
             os.write(self.descriptor, b"x")
 
 
-def train(owner: str, topology: str | None, callbacks: list[Callback]) -> None:
+class GoOn(Callback):
+    """Ends training some steps after it has gone on without a tier."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.strategy.session.members.lost:  # type: ignore[attr-defined]
+            if self.steps == 0:
+                print(f"{GOES_ON}{time.monotonic()}")
+            self.steps += 1
+            trainer.should_stop = self.steps == 5
+
+
+def train(owner: str, topology: str | None, on_tier_lost: Any, callbacks: list[Callback]) -> None:
     """Trains until something ends it."""
     trainer = Trainer(
         accelerator="cpu",
@@ -58,6 +70,7 @@ def train(owner: str, topology: str | None, callbacks: list[Callback]) -> None:
             topology=topology,
             timeout_seconds=TIMEOUT_SECONDS,
             silence_seconds=SILENCE_SECONDS,
+            on_tier_lost=on_tier_lost,
         ),
         max_epochs=-1,
         callbacks=callbacks,
@@ -75,6 +88,7 @@ def run_scenario(
     harm: str,
     topology: str | None = None,
     namespaces: dict[str, str] | None = None,
+    on_tier_lost: str = "stop",
 ) -> dict[str, Any]:
     """Harms one tier of a run.
 
@@ -84,10 +98,11 @@ def run_scenario(
         harm: A signal, or "blackhole": the victim's links carry nothing any more, silently.
         topology: The topology file for three hosts; keys lie beside it.
         namespaces: Each tier's network namespace.
+        on_tier_lost: The strategy's argument.
 
     Returns:
         Each tier's exit code (negative: a signal), output and the seconds from the harm until it
-        noticed and until its process ended.
+        noticed, until its first step without the victim and until its process ended.
     """
     (port,) = free_ports(1)
     readable, writable = os.pipe()
@@ -100,7 +115,7 @@ def run_scenario(
             for descriptor in (1, 2):
                 os.dup2(outputs[tier].fileno(), descriptor)
             if namespaces is not None:
-                _enter(namespaces[tier])
+                enter(namespaces[tier])
                 # Other hosts cannot look whether a process of this one still runs.
                 rendezvous._machine = lambda tier=tier: tier  # type: ignore[assignment]
             is_local = topology is None
@@ -111,7 +126,7 @@ def run_scenario(
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-            _work(owner, topology, Ready(writable))
+            _work(owner, topology, on_tier_lost, Ready(writable))
         pids[tier] = pid
     os.close(writable)
     try:
@@ -134,21 +149,22 @@ def run_scenario(
         output.seek(0)
         code, seconds = ends.get(tier, (None, None))
         text = output.read().decode(errors="replace")
-        noticed = re.search(rf"{_NOTICED}(\S+)", text)
+        noticed, went_on = (re.search(rf"{said}(\S+)", text) for said in (_NOTICED, GOES_ON))
         report[tier] = {
             "exit": code,
             "output": text,
             "noticed_seconds": float(noticed[1]) - harmed_at if noticed else None,
+            "went_on_seconds": float(went_on[1]) - harmed_at if went_on else None,
             "ended_seconds": seconds,
         }
     return report
 
 
-def _work(owner: str, topology: str | None, ready: Ready) -> NoReturn:
+def _work(owner: str, topology: str | None, on_tier_lost: str, ready: Ready) -> NoReturn:
     """Ends this process as an interpreter does, but for freeing all that was imported."""
     code = 0
     try:
-        train(owner, topology, [ready])
+        train(owner, topology, on_tier_lost, [ready, GoOn()])
     except BaseException as error:
         code = int(error.code or 0) if isinstance(error, SystemExit) else 1
         print(f"{_NOTICED}{time.monotonic()}")
@@ -158,12 +174,6 @@ def _work(owner: str, topology: str | None, ready: Ready) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _enter(namespace: str) -> None:
-    with open(f"/run/netns/{namespace}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
 
 
 def _wait_for_ready(readable: int) -> None:
@@ -214,13 +224,3 @@ def _kill(pid: int) -> None:
         os.waitpid(pid, 0)
     except (ProcessLookupError, ChildProcessError):
         pass
-
-
-def main() -> None:
-    """Runs the scenarios named on the command line."""
-    scenarios = json.loads(Path(sys.argv[1]).read_text())
-    Path(sys.argv[2]).write_text(json.dumps([run_scenario(**scenario) for scenario in scenarios]))
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,8 @@
 `run_tiers("tests.distributed.cases:train", steps=3)` starts three Python processes with the
 variables that Lightning's own environment reads, calls `train(steps=3)` in each and returns what
 each returned. Importing torch and Lightning takes several seconds a process, so `run_cases` makes
-the same processes execute several calls one after the other.
+the same processes execute several calls one after the other, and forks them from a server that has
+imported both.
 
 Every run has a time limit. At nine tenths of it each process writes the stacks of its threads; at
 the limit all are killed. A failure is raised again here with the failing rank's traceback.
@@ -12,6 +13,7 @@ the limit all are killed. A failure is raised again here with the failing rank's
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib
 import json
 import os
@@ -29,7 +31,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
+
+from tests.distributed.preloaded import Fork
 
 ROOT = Path(__file__).parents[2]
 SHOWN_OUTPUT_CHARACTERS = 4_000
@@ -62,6 +66,8 @@ class Command:
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's environment."""
+    forked: tuple[str, int] | None = None
+    """A job and a rank: the same as the command, in a process that need not import everything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +202,9 @@ def observe_cases(
             argv = [sys.executable, "-m", "tests.distributed.launch", str(job), str(rank)]
             extra = (env(rank) if callable(env) else env) or {}
             argv = wrap(rank, argv) if wrap else argv
-            commands.append(Command(argv=argv, env={"OMP_NUM_THREADS": "1", **extra}))
+            forked = None if wrap else (str(job), rank)
+            environment = {"OMP_NUM_THREADS": "1", **extra}
+            commands.append(Command(argv=argv, env=environment, forked=forked))
         exits = run_processes(
             commands, timeout_seconds=timeout_seconds, stop_on_failure=stop_on_failure
         )
@@ -230,19 +238,12 @@ def run_processes(
     seconds = [timeout_seconds] * len(commands)
     returncodes: list[int | None] = [None] * len(commands)
     with ExitStack() as stack:
-        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
-        processes: list[subprocess.Popen[bytes]] = []
+        outputs = [stack.enter_context(tempfile.NamedTemporaryFile()) for _ in commands]
+        processes: list[subprocess.Popen[bytes] | Fork] = []
         stack.callback(_kill_all, processes)
         for index, (command, output) in enumerate(zip(commands, outputs, strict=True)):
-            process = subprocess.Popen(
-                list(command.argv),
-                env={**base, **command.env},
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            env = {**base, **command.env}
+            process = _start(command, env, output)
             processes.append(process)
             threading.Thread(target=_wait, args=(process, index, ended), daemon=True).start()
         for _ in commands:
@@ -274,12 +275,35 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def _wait(process: subprocess.Popen[bytes], index: int, ended: queue.SimpleQueue[int]) -> None:
+def _start(
+    command: Command, env: dict[str, str], output: IO[bytes]
+) -> subprocess.Popen[bytes] | Fork:
+    if command.forked is not None:
+        return Fork(functools.partial(_be_rank, *command.forked), env, output.name)
+    return subprocess.Popen(
+        list(command.argv),
+        env=env,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _be_rank(job: str, rank: int) -> None:
+    sys.argv = [__file__, job, str(rank)]
+    _work(Path(job), rank)
+
+
+def _wait(
+    process: subprocess.Popen[bytes] | Fork, index: int, ended: queue.SimpleQueue[int]
+) -> None:
     process.wait()
     ended.put(index)
 
 
-def _kill_all(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+def _kill_all(processes: Iterable[subprocess.Popen[bytes] | Fork]) -> None:
     """Kills each process and all that it started, also when it has itself ended already."""
     for process in processes:
         with suppress(ProcessLookupError):

@@ -16,6 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from lightning_hiertrain.topology import Link, Tier, Topology
+from lightning_hiertrain.transport.keys import make_keys
+
 TIERS = ("device", "edge", "cloud")
 ADDRESSES = {
     ("device", "edge"): ("10.77.1.1", "10.77.1.2"),
@@ -42,6 +45,15 @@ class Namespaces:
                 return addresses[pair.index(tier)]
         raise ValueError(f"no link joins {tier!r} and {seen_from!r}")
 
+    def make_topology(self, folder: Path) -> Topology:
+        """Returns a topology of the three, whose private keys are then in the folder."""
+        tiers = [Tier(name="device")]
+        for lower, tier in (("device", "edge"), ("edge", "cloud")):
+            address = f"{self.address(tier, seen_from=lower)}:5700"
+            tiers.append(Tier(name=tier, address=address))
+        links = tuple(Link(between=pair) for pair in ADDRESSES)
+        return make_keys(Topology(tiers=tuple(tiers), links=links), folder)
+
     def command(self, tier: str, argv: Sequence[str]) -> list[str]:
         """Returns the command that runs another one inside a tier's network."""
         return ["ip", "netns", "exec", self.names[tier], *argv]
@@ -64,6 +76,16 @@ class Namespaces:
         for tier, other in ((first, second), (second, first)):
             state = "up" if up else "down"
             _ip("-n", self.names[tier], "link", "set", f"to-{other}", state)
+
+    def set_silent(self, first: str, second: str, *, silent: bool) -> None:
+        """Lets the kernel drop all packets on a link, of which nobody is told, or no more.
+
+        A limit of its rate is gone afterwards.
+        """
+        bucket = ["root", "tbf", "rate", "8bit", "burst", "1", "limit", "1"]
+        for tier, other in ((first, second), (second, first)):
+            argv = ["tc", "-n", self.names[tier], "qdisc", "replace" if silent else "delete"]
+            _run_or_raise([*argv, "dev", f"to-{other}", *(bucket if silent else ["root"])])
 
     def limit_rate(self, first: str, second: str, *, bytes_per_second: float) -> None:
         """Limits a link in both directions, by a token bucket in the kernel."""
@@ -149,9 +171,13 @@ def _kill_inhabitants(name: str) -> None:
 
 
 def _ip(*arguments: str) -> None:
-    done = _run(["ip", *arguments])
+    _run_or_raise(["ip", *arguments])
+
+
+def _run_or_raise(argv: list[str]) -> None:
+    done = _run(argv)
     if done.returncode != 0:
-        raise OSError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}")
+        raise OSError(f"`{' '.join(argv)}` failed: {done.stderr.strip()}")
 
 
 def _run(argv: list[str]) -> subprocess.CompletedProcess[str]:

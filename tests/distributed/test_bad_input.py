@@ -33,6 +33,9 @@ REFUSED_EVERYWHERE = {
     "LBFGS": r"`LBFGS` evaluates the training step several times.*such as SGD or Adam",
     "no cut point": r"no cut point was found in `Uncuttable`",
     "BatchSizeFinder": r"`BatchSizeFinder` cannot work.*on one machine with `strategy='auto'`",
+    "ModelPruning": r"`ModelPruning` cannot work.*prune after training",
+    "module in a function": r"a trained tensor of shape \(.*\) is no parameter of the module",
+    "size of the mini-batch": r"works on the whole batch of 6 samples, and on 4 of them it ends",
     "schedule of another model": r"for a model of 6 layers, this one has 5; plan again",
     "schedule of another batch": r"mini-batches of 9 samples, the first one holds 6; plan again",
     "batch of words": r"a batch of type `list` cannot be split into samples",
@@ -45,8 +48,14 @@ REFUSED_EVERYWHERE = {
     "two edges": r"two processes claim to be tier 'edge'.*HIERTRAIN_TIER",
 }
 FAILING_TIER = {
+    "optimizer that steps twice": ("edge", "MisconfigurationException: the optimizer evaluates"),
+    "skipped on one tier": ("edge", "returned nothing ahead of it on tier 'cloud'"),
+    "error of the step": ("device", "ValueError: not enough values to unpack (expected 3, got 2)"),
     "step of the owner": ("edge", "ArithmeticError: the step of edge went wrong"),
     "step of a prefix worker": ("cloud", "ArithmeticError: the step of cloud went wrong"),
+    "step of the data tier": ("device", "ArithmeticError: the step of device went wrong"),
+    "backward of the owner": ("edge", "ArithmeticError: the backward pass went wrong"),
+    "backward of a prefix worker": ("cloud", "ArithmeticError: the backward pass went wrong"),
     "dataset": ("device", "OSError: row 20 cannot be read"),
     "callback on one tier": ("cloud", "ArithmeticError: the callback of cloud went wrong"),
     "callback on rank 0": ("device", "ArithmeticError: the callback of device went wrong"),
@@ -239,8 +248,12 @@ def test_an_impossible_bandwidth_is_refused(tmp_path: Path, bandwidth: Any) -> N
         ({"tiers": ("a", "b"), "data_tier": "a", "profile": profile()}, r"the profile is for the"),
         ({"profile": profile(data_tier="edge")}, r"with the data on tier 'edge'.*'device'"),
         ({"tiers": ("device", "cloud", "edge"), "topology": OUTSIDE}, r"in the same order"),
+        ({"schedule": schedule().to_dict()}, r"must be a `Schedule` or a path, got 'dict'.*from_d"),
+        ({"overlap": "no"}, r"`overlap` must be True or False, got 'no'"),
+        ({"private_key": "missing.key"}, r"there is no 'missing.key'"),
+        ({"least_depth": float("nan")}, r"`least_depth` must be a whole number, got nan"),
     ],
 )
 def test_impossible_arguments_are_refused(arguments: dict[str, Any], match: str) -> None:
-    with pytest.raises((ValueError, OSError), match=match):
+    with pytest.raises((ValueError, TypeError, OSError), match=match):
         HierTrainStrategy(**arguments)

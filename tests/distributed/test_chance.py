@@ -29,6 +29,16 @@ CASES: dict[str, dict[str, Any]] = {
         "model": "normalised",
         "schedule": schedule("edge", device=(2, 8), edge=(6, 8), cloud=(5, 8)),
     },
+    # Shares in proportion would have 2, 1 and 1 rows, or 2, 2 and 1.
+    **{
+        f"last batch of {rows}": {
+            "model": "normalised",
+            "schedule": schedule("edge", device=(2, 8), edge=(6, 8), cloud=(5, 8)),
+            "samples": 24 + rows,
+            "max_steps": 2,
+        }
+        for rows in (4, 5)
+    },
     "trained": {"model": "convolutions", "schedule": SPREAD, "max_steps": 40},
     "dropout": {
         "model": "dropped",
@@ -59,7 +69,7 @@ def test_all_tiers_end_with_the_same_weights_and_statistics(runs: Any, name: str
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("one step")])
-def test_the_mean_over_shares_is_that_of_the_mini_batch(runs: Any, name: str) -> None:
+def test_the_statistics_of_shares_make_those_of_the_mini_batch(runs: Any, name: str) -> None:
     plain, (found, *_) = runs[name]
     for layer in ("1", "5"):
         counts = [x["weights"][f"model.{layer}.num_batches_tracked"] for x in (plain, found)]
@@ -69,17 +79,31 @@ def test_the_mean_over_shares_is_that_of_the_mini_batch(runs: Any, name: str) ->
     assert expected.abs().max() > 0.01
     assert torch.allclose(mean, expected, atol=1e-9)
     expected, variance = (x["weights"]["model.1.running_var"] for x in (plain, found))
-    assert torch.allclose(variance, expected, rtol=0.02)
+    # Of several mini-batches between two updates the variance is right in the mean.
+    assert torch.allclose(variance, expected, rtol=0.01 if "accumulated" in name else 1e-9)
     expected, mean = (x["weights"]["model.5.running_mean"] for x in (plain, found))
     assert torch.allclose(mean, expected, atol=0.02)
 
 
 def test_statistics_of_samples_are_shared_like_those_of_layers(runs: Any) -> None:
     plain, (found, *_) = runs["statistics of the samples"]
-    for name in ("0.running_mean", "0.running_var", "4.running_mean"):
+    for name in ("0.running_mean", "0.running_var"):
+        expected, value = (x["weights"][f"model.{name}"] for x in (plain, found))
+        assert torch.allclose(value, expected, atol=1e-9), name
+    for name in ("4.running_mean", "4.running_var"):
         expected, value = (x["weights"][f"model.{name}"] for x in (plain, found))
         assert torch.allclose(value, expected, rtol=0.1, atol=0.05), name
     assert found["weights"]["model.4.num_batches_tracked"] == 12
+
+
+@pytest.mark.parametrize("name", ["last batch of 4", "last batch of 5"])
+def test_no_share_of_a_small_batch_is_too_small_for_statistics(runs: Any, name: str) -> None:
+    """PyTorch refuses to normalise one value of a channel."""
+    plain, (found, *_) = runs[name]
+    for key in ("0.running_mean", "0.running_var"):
+        expected, value = (x["weights"][f"model.{key}"] for x in (plain, found))
+        assert torch.allclose(value, expected, atol=1e-9), key
+    assert found["weights"]["model.4.num_batches_tracked"] == 2
 
 
 def test_training_with_batch_statistics_is_close_to_one_process(runs: Any) -> None:

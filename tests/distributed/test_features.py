@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import feature_cases
-from tests.distributed.feature_cases import PROJECTS
+from tests.distributed import feature_cases, trainer_cases
 from tests.distributed.launch import Case, observe_cases, run_cases
 from tests.distributed.test_stages import same
 from tests.distributed.test_transparency import schedule
 
+MODULES = {
+    **dict.fromkeys(feature_cases.PROJECTS, feature_cases),
+    **dict.fromkeys(trainer_cases.PROJECTS, trainer_cases),
+}
 OWNERS = itertools.cycle(("edge", "cloud", "device"))
-LAYERS = {"frozen layer, groups, table": 6}
-"""Other than 5: here the losses of the samples are one layer more."""
+LAYERS = {"frozen layer, groups, table": 6, "compiled parts": 6, "overrides": 6}
+"""Other than 5: here the losses of the samples, or another layer, are one more."""
 
 
 def a_schedule(project: str) -> dict[str, Any]:
@@ -34,34 +37,36 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, list[
     folder = tmp_path_factory.mktemp("features")
     cases = [
         {"project": name, "folder": str(folder / name / "tiers"), "schedule": a_schedule(name)}
-        for name in PROJECTS
+        for name in MODULES
     ]
     found = run_cases(
-        [Case(target=f"{feature_cases.__name__}:run", kwargs=case) for case in cases],
+        [Case(target=f"{MODULES[case['project']].__name__}:run", kwargs=case) for case in cases],
         timeout_seconds=170,
     )
     plain = [
-        feature_cases.run(name, folder=str(folder / name / "plain"), plain=True)
-        for name in PROJECTS
+        module.run(name, folder=str(folder / name / "plain"), plain=True)
+        for name, module in MODULES.items()
     ]
-    return dict(zip(PROJECTS, zip(plain, found, strict=True), strict=True))
+    return dict(zip(MODULES, zip(plain, found, strict=True), strict=True))
 
 
-@pytest.mark.parametrize("name", PROJECTS)
+@pytest.mark.parametrize("name", MODULES)
 def test_a_project_ends_as_on_one_process(runs: Any, name: str) -> None:
     expected, ranks = runs[name]
     assert expected["steps"] > 0
     for rank, found in enumerate(ranks):
         for key, value in expected.items():
             if key not in ("log", "calls"):
-                assert same(value, found[key]), (rank, key, value, found[key])
+                atol = 2e-2 if "16" in name else 1e-6
+                assert same(value, found[key], atol=atol), (rank, key, value, found[key])
 
 
-@pytest.mark.parametrize("name", PROJECTS)
+@pytest.mark.parametrize("name", MODULES)
 def test_logs_are_written_once_with_the_values_of_one_process(runs: Any, name: str) -> None:
     expected, ranks = runs[name]
-    assert rows(expected["log"]) or name == "fast_dev_run"
-    assert same(rows(expected["log"]), rows(ranks[0]["log"]))
+    assert rows(expected["log"]) or name in ("fast_dev_run", "barebones")
+    atol = 2e-2 if "16" in name else 1e-6
+    assert same(rows(expected["log"]), rows(ranks[0]["log"]), atol=atol)
 
 
 def test_datasets_are_made_on_the_data_tier_alone(runs: Any) -> None:
@@ -70,20 +75,60 @@ def test_datasets_are_made_on_the_data_tier_alone(runs: Any) -> None:
     assert ranks[1]["calls"] == ranks[2]["calls"] == []
 
 
+GIVEN = schedule("edge", device=(1, 3), edge=(5, 5), cloud=(3, 4))
+ENDS = {"KeyboardInterrupt": (1, "SystemExit"), "SIGTERM": (0, "SIGTERMException")}
+"""How a tier is interrupted: which one, and how its own run ends."""
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Any]]]:
+    folder = tmp_path_factory.mktemp("endings")
+    cases = {"go_on": [{"folder": str(folder / "tiers")}]}
+    cases["interrupted"] = [{"how": how, "rank": rank} for how, (rank, _) in ENDS.items()]
+    found = run_cases(
+        [
+            Case(target=f"{trainer_cases.__name__}:{name}", kwargs={**kwargs, "schedule": GIVEN})
+            for name, several in cases.items()
+            for kwargs in several
+        ],
+        timeout_seconds=80,
+    )
+    return folder, found
+
+
+def test_going_on_from_the_last_checkpoint_needs_no_common_disk(endings: Any) -> None:
+    # The tiers looked for "last" each in its own folder, and waited for one another in vain.
+    folder, (ranks, *_) = endings
+    expected = trainer_cases.go_on(folder=str(folder / "plain"), plain=True)
+    assert expected["steps"] == expected["seen"] == 11
+    assert expected["files"].count("events") >= 2
+    for rank, found in enumerate(ranks):
+        for key, value in expected.items():
+            wanted = [] if key == "files" and rank else value
+            assert same(wanted, found[key]), (rank, key, wanted, found[key])
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_an_interrupt_on_one_tier_ends_all(endings: Any, how: str) -> None:
+    interrupted, ended = ENDS[how]
+    for rank, found in enumerate(endings[1][1 + list(ENDS).index(how)]):
+        assert found["ended"] == (ended if rank == interrupted else "PeerLostError")
+        assert found["seconds"] < 30
+
+
 @pytest.mark.parametrize(
     ("project", "message"),
     [
-        ("weights read late", "`StepNorms` uses the weights between steps on tier"),
+        ("weights read late", "`Hidden` uses the weights between steps on tier"),
         ("inputs read in a hook", "reads a tensor of `batch` on tier 'edge'"),
     ],
 )
 def test_what_a_tier_has_not_got_is_not_read_silently(
     project: str, message: str, tmp_path: Path
 ) -> None:
-    given = schedule("edge", device=(1, 3), edge=(5, 5), cloud=(3, 4))
     case = Case(
         target=f"{feature_cases.__name__}:run",
-        kwargs={"project": project, "folder": str(tmp_path), "schedule": given},
+        kwargs={"project": project, "folder": str(tmp_path), "schedule": GIVEN},
     )
     outcomes = observe_cases([case], timeout_seconds=60)
     assert all(outcome.error is not None for outcome in outcomes)

@@ -1,8 +1,11 @@
-"""A tier that dies, stops or is cut off ends the others with an error that names it."""
+"""A tier that dies, stops or is cut off ends the others with an error that names it.
+
+If it is needed, or if the user says so; else the others go on. `test_tier_loss.py` has what they
+then compute.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +20,7 @@ import pytest
 
 from lightning_hiertrain import Link, Tier, Topology
 from lightning_hiertrain.transport import make_keys
+from tests.distributed.forked import run_scenarios
 from tests.distributed.killed_cases import SILENCE_SECONDS, TIERS
 from tests.distributed.launch import ROOT, Command, run_processes
 from tests.distributed.namespaces import Namespaces
@@ -40,23 +44,15 @@ HOSTS = [
     {"victim": "device", "owner": "edge", "harm": "SIGSTOP"},
     {"victim": "cloud", "owner": "edge", "harm": "blackhole"},
 ]
+GO_ON = [
+    {"victim": "cloud", "owner": "edge", "harm": harm, "on_tier_lost": "continue"}
+    for harm in ("SIGKILL", "SIGSTOP", "blackhole")
+]
 
 
-def run_scenarios(folder: Path, scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    asked, told = folder / "scenarios.json", folder / "reports.json"
-    asked.write_text(json.dumps(scenarios))
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.killed_cases", asked, told],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    reports: list[dict[str, Any]] = json.loads(told.read_text())
-    return reports
+def harmed(scenarios: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    named = [("run_scenario", scenario) for scenario in scenarios]
+    return run_scenarios("tests.distributed.killed_cases", named, timeout_seconds=200)
 
 
 def check(scenario: dict[str, Any], report: dict[str, Any], *, noticed_seconds: float) -> None:
@@ -71,8 +67,8 @@ def check(scenario: dict[str, Any], report: dict[str, Any], *, noticed_seconds: 
             assert found["ended_seconds"] < found["noticed_seconds"] + ENDING_SECONDS
 
 
-def test_harm_to_a_local_process_ends_all(tmp_path: Path) -> None:
-    for scenario, report in zip(LOCAL, run_scenarios(tmp_path, LOCAL), strict=True):
+def test_harm_to_a_local_process_ends_all() -> None:
+    for scenario, report in zip(LOCAL, harmed(LOCAL), strict=True):
         harm, code = scenario["harm"], report[scenario["victim"]]["exit"]
         # A stopped one hears, when it goes on, that it has been given up.
         assert code == {"SIGKILL": -9, "SIGSTOP": 1, "SIGINT": 1, "SIGTERM": 0}[harm], scenario
@@ -80,20 +76,40 @@ def test_harm_to_a_local_process_ends_all(tmp_path: Path) -> None:
         check(scenario, report, noticed_seconds=limit)
 
 
-def test_harm_to_one_of_three_hosts_ends_all(three_hosts: Namespaces, tmp_path: Path) -> None:
+def run_on_hosts(
+    hosts: Namespaces, folder: Path, scenarios: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     topology = Topology(
         tiers=(
             Tier(name="device"),
-            Tier(name="edge", address=f"{three_hosts.address('edge', seen_from='device')}:5700"),
-            Tier(name="cloud", address=f"{three_hosts.address('cloud', seen_from='edge')}:5700"),
+            Tier(name="edge", address=f"{hosts.address('edge', seen_from='device')}:5700"),
+            Tier(name="cloud", address=f"{hosts.address('cloud', seen_from='edge')}:5700"),
         ),
         links=(Link(between=("device", "edge")), Link(between=("edge", "cloud"))),
     )
-    make_keys(topology, tmp_path).to_json(tmp_path / "topology.json")
-    where = {"topology": str(tmp_path / "topology.json"), "namespaces": three_hosts.names}
-    reports = run_scenarios(tmp_path, [{**scenario, **where} for scenario in HOSTS])
-    for scenario, report in zip(HOSTS, reports, strict=True):
+    make_keys(topology, folder).to_json(folder / "topology.json")
+    where = {"topology": str(folder / "topology.json"), "namespaces": hosts.names}
+    return harmed([{**scenario, **where} for scenario in scenarios])
+
+
+def test_harm_to_one_of_three_hosts_ends_all(three_hosts: Namespaces, tmp_path: Path) -> None:
+    for scenario, report in zip(HOSTS, run_on_hosts(three_hosts, tmp_path, HOSTS), strict=True):
         check(scenario, report, noticed_seconds=2 * SILENCE_SECONDS)
+
+
+def test_two_of_three_hosts_go_on_without_the_third(
+    three_hosts: Namespaces, tmp_path: Path
+) -> None:
+    for scenario, report in zip(GO_ON, run_on_hosts(three_hosts, tmp_path, GO_ON), strict=True):
+        limit = 3.0 if scenario["harm"] == "SIGKILL" else 2 * SILENCE_SECONDS
+        for tier in ("device", "edge"):
+            assert report[tier]["exit"] == 0, (scenario, tier, report[tier]["output"])
+            assert "tier 'cloud' is lost" in report[tier]["output"]
+            assert report[tier]["went_on_seconds"] < limit + 1.0, (scenario, tier)
+        killed = scenario["harm"] == "SIGKILL"
+        assert report["cloud"]["exit"] == (-9 if killed else 1), report["cloud"]["output"]
+        if not killed:
+            assert "PeerLostError: tier 'cloud' lost tier" in report["cloud"]["output"]
 
 
 # Processes that Lightning's launcher has started
@@ -108,11 +124,11 @@ class Run(NamedTuple):
 
 
 @contextmanager
-def training(folder: Path) -> Iterator[Run]:
+def training(folder: Path, *arguments: str) -> Iterator[Run]:
     output = folder / "output.txt"
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "tests/distributed/train_small.py", str(folder)],
+            [sys.executable, "tests/distributed/train_small.py", str(folder), *arguments],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             stdout=file,
@@ -147,6 +163,14 @@ def inhabitants(session: int) -> list[int]:
     return found
 
 
+def wait_for_the_others(run: Run) -> None:
+    """Waits for the processes that end by themselves, at the same time as rank 0."""
+    deadline = time.monotonic() + 20
+    while inhabitants(run.process.pid):
+        assert time.monotonic() < deadline, run.output.read_text()
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP])
 def test_rank_0_tells_which_child_was_lost_and_leaves_none_behind(
     tmp_path: Path, harm: signal.Signals
@@ -160,15 +184,20 @@ def test_rank_0_tells_which_child_was_lost_and_leaves_none_behind(
         assert inhabitants(run.process.pid) == []
 
 
+def test_rank_0_goes_on_without_a_child_that_was_killed(tmp_path: Path) -> None:
+    with training(tmp_path, "continue") as run:
+        os.kill(run.pids["cloud"], signal.SIGKILL)
+        assert run.process.wait(40) == 0, run.output.read_text()
+        assert "tier 'cloud' is lost" in run.output.read_text()
+        wait_for_the_others(run)
+
+
 @pytest.mark.parametrize(("harm", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, 0)])
 def test_the_children_end_with_rank_0(tmp_path: Path, harm: signal.Signals, code: int) -> None:
     with training(tmp_path) as run:
         os.kill(run.process.pid, harm)
         assert run.process.wait(40) == code
-        deadline = time.monotonic() + 20
-        while inhabitants(run.process.pid):
-            assert time.monotonic() < deadline, run.output.read_text()
-            time.sleep(0.05)
+        wait_for_the_others(run)
 
 
 def test_a_child_that_fails_at_the_start_is_not_waited_for(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def test_a_run_measures_plans_and_can_be_repeated_from_its_profile(tmp_path: Pat
     convolution = profile.layers[3]
     assert all(time(16) > 0 for time in convolution.forward_seconds.values())
     assert all(tier.optimizer_seconds > 0 for tier in profile.tiers.values())
+    assert profile.tiers["cloud"].overhead_seconds > 0, "the training loop takes time"
 
     for reports, overlap in ((measured, True), (repeated, False)):
         schedule = Schedule.from_dict(reports[0]["schedule"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,15 +102,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return runs
 
 
-def same(first: Any, second: Any) -> bool:
+def same(first: Any, second: Any, *, atol: float = 1e-6) -> bool:
+    alike = functools.partial(same, atol=atol)
     if isinstance(first, torch.Tensor):
-        return torch.allclose(first, second, atol=1e-6)
+        return torch.allclose(first, second, atol=atol)
     if isinstance(first, float):
-        return first == pytest.approx(second, abs=1e-6, nan_ok=True)
+        return first == pytest.approx(second, abs=atol, nan_ok=True)
     if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+        return first.keys() == second.keys() and all(alike(first[k], second[k]) for k in first)
     if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(same, first, second))
+        return len(first) == len(second) and all(map(alike, first, second))
     return bool(first == second)
 
 

@@ -1,6 +1,7 @@
-"""An ordinary script, `python train_small.py FOLDER [FAILING_RANK]`: trains until it is ended.
+"""An ordinary script, `python train_small.py FOLDER [FAILING_RANK | continue]`: trains on and on.
 
 Each tier writes its process id into the folder once training is under way, and the error at last.
+With `continue` training goes on without a tier that dies, for five steps.
 """
 
 import os
@@ -15,6 +16,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_hiertrain import HierTrainStrategy
 from tests.distributed.bad_input_cases import Small, rows, schedule
+from tests.distributed.killed_cases import GoOn
 
 
 class Present(Callback):
@@ -37,9 +39,13 @@ if __name__ == "__main__":
     trainer = Trainer(
         accelerator="cpu",
         devices=3,
-        strategy=HierTrainStrategy(schedule=schedule(), silence_seconds=3),
+        strategy=HierTrainStrategy(
+            schedule=schedule(),
+            silence_seconds=3,
+            on_tier_lost="continue" if sys.argv[2:] == ["continue"] else "stop",
+        ),
         max_epochs=-1,
-        callbacks=[Present()],
+        callbacks=[Present(), GoOn()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -580,6 +580,11 @@ def test_a_token_tells_lightning_the_batch_s_size() -> None:
         extract_batch_size(BatchToken(0))
 
 
+def test_a_token_that_is_unpacked_says_what_it_is() -> None:
+    with pytest.raises(TypeError, match="a callback reads `batch` on a tier that has none of its"):
+        _, _ = BatchToken(3, 12)
+
+
 def test_one_token_stands_for_a_combined_batch() -> None:
     token = sized_token({"a": [BatchToken(1), None], "b": BatchToken(4)}, 8)
     assert (token.index, token.num_samples) == (4, 8)

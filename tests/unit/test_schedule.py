@@ -77,6 +77,22 @@ def test_rows_deal_out_every_row_once_and_in_order(num_samples: int) -> None:
         assert abs(part.stop - part.start - share) < 1
 
 
+@given(st.integers(0, 40), st.integers(1, 3))
+def test_no_tier_takes_fewer_rows_than_it_must(num_samples: int, least: int) -> None:
+    parts = example().rows(num_samples, least=least).values()
+    dealt = [row for part in parts for row in range(num_samples)[part]]
+    assert dealt == list(range(num_samples))
+    counts = [part.stop - part.start for part in parts]
+    assert all(count == 0 or count >= min(least, num_samples) for count in counts)
+
+
+def test_too_few_rows_go_to_the_tier_with_most() -> None:
+    shares = {name: Share(num_layers=8, num_samples=8) for name in ("device", "edge", "cloud")}
+    for num_samples, counts in ((3, [3, 0, 0]), (4, [4, 0, 0]), (5, [2, 3, 0]), (7, [3, 2, 2])):
+        rows = example(shares=shares, codecs={}).rows(num_samples, least=2)
+        assert sorted(p.stop - p.start for p in rows.values()) == sorted(counts)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -127,3 +143,9 @@ def test_any_json_is_a_valid_schedule_or_a_value_error(data: object) -> None:
     except ValueError:
         return
     assert Schedule.from_dict(json.loads(json.dumps(schedule.to_dict()))) == schedule
+
+
+def test_an_unknown_field_is_refused():
+    data = Schedule(owner="edge", shares={"edge": Share(num_layers=2, num_samples=4)}).to_dict()
+    with pytest.raises(ValueError, match=r"has no field 'chunks'; it has .*'num_chunks'"):
+        Schedule.from_dict({**data, "chunks": 4})

@@ -216,6 +216,48 @@ def test_random_models_are_cut_and_their_chance_is_given_back():
         assert set(names) <= set(found), found
 
 
+class Counting(nn.Module):
+    """Writes into a buffer through a view, which no call shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2))
+        self.view = self.seen[:1]
+
+    def forward(self, x):
+        self.view.add_(1)
+        return x.tanh()
+
+
+@pytest.mark.parametrize(
+    ("layer", "first"),
+    [
+        (nn.Tanh(), None),
+        (nn.BatchNorm1d(6), 2),
+        (nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2), nn.Flatten()), None),
+        (
+            nn.Sequential(
+                nn.Unflatten(1, (2, 3)),
+                nn.InstanceNorm1d(2, track_running_stats=True),
+                nn.Flatten(),
+            ),
+            3,
+        ),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), 2),
+        (Counting(), 1),
+    ],
+    ids=["none", "batch", "instance", "tracked instance", "spectral", "view"],
+)
+def test_layers_that_change_buffers_need_whole_shares(layer, first):
+    """In chunks they would change them once for each."""
+    module = nn.Sequential(nn.Linear(8, 6), layer, nn.Linear(6, 4))
+    chain = trace_step(lambda b: models.classify(module, b), module, models.vectors())
+    least = [chain.least_samples(depth) for depth in range(1, len(chain) + 1)]
+    assert set(least) == ({1, 2} if isinstance(layer, nn.BatchNorm1d) else {1})
+    needing = [depth for depth in range(1, len(chain) + 1) if chain.needs_whole_shares(depth)]
+    assert needing == list(range(first or len(chain) + 1, len(chain) + 1))
+
+
 def test_layers_that_are_made_at_the_first_call_are_traced():
     """Lazy parameters and position tables would otherwise be made in the first recording alone."""
 
@@ -372,7 +414,7 @@ def test_tracing_leaves_gradients_buffers_and_batch_as_they_were():
 
 def test_a_batch_that_cannot_be_split_is_refused():
     module = nn.Linear(3, 2)
-    with pytest.raises(TraceError, match="`dict` cannot be split into samples: it holds no tensor"):
+    with pytest.raises(TraceError, match=r"`dict` cannot be split .*: no tensor .* was found"):
         trace_step(lambda b: module(torch.ones(3)), module, {"text": "abc", "n": torch.tensor(3)})
 
 

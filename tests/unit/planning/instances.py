@@ -65,6 +65,7 @@ def random_profile(
         tiers={
             name: p.TierProfile(
                 optimizer_seconds=float(r.uniform(0, 2e-3)),
+                overhead_seconds=float(r.choice([0.0, 1.0]) * r.uniform(0, 5e-3)),
                 memory_bytes=int(5 * total + activations * r.uniform(1, 12))
                 if memory and r.random() < 0.7
                 else None,

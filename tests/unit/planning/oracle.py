@@ -107,16 +107,20 @@ class Costs:
         tier = self.p.tiers[self.o]
         return affine(tier.loss_seconds, total), tier.optimizer_seconds
 
+    def overhead(self, tier):
+        return self.p.tiers[tier].overhead_seconds
+
     def plain(self, b):
         o, total = self.o, sum(b.values())
         inputs, _ = self.inputs(b)
         stages = self.stages(b)
-        time = inputs[o]
+        time = inputs[o] + self.overhead(o)
         for k, (first, last, rows) in zip(self.workers, stages, strict=False):
             size = b[k] * self.output(k)
             ratio, pack, _ = self.figure(k, k)
             _, _, unpack = self.figure(k, o)
-            arrival = inputs[k] + self.run(k, 1, self.cuts[k], "forward", b[k]) + size * pack
+            arrival = inputs[k] + self.overhead(k)
+            arrival = arrival + self.run(k, 1, self.cuts[k], "forward", b[k]) + size * pack
             arrival = arrival + self.latency(k, o) + size * ratio / self.rate(k, o) + size * unpack
             time = np.maximum(time + self.run(o, first, last, "forward", rows), arrival)
         first, last, rows = stages[-1]
@@ -161,13 +165,13 @@ class Costs:
         o, c = self.o, self.c
         total = sum(b.values())
         stages = self.stages(b)
-        time = 0.0 * total
+        time = 0.0 * total + self.overhead(o)
         for k, (first, last, rows) in zip(self.workers, stages, strict=False):
             part = b[k] / c
             size = part * self.output(k)
             ratio, pack, _ = self.figure(k, k)
             _, _, unpack = self.figure(k, o)
-            clock, wire = 0.0 * total, 0.0 * total
+            clock, wire = 0.0 * total + self.overhead(k), 0.0 * total
             for chunk in range(c):
                 for layer in range(1, self.cuts[k] + 1):
                     if chunk == 0:
@@ -210,6 +214,8 @@ class Costs:
             for what in ("forward", "backward"):
                 busy[o] = busy[o] + self.run(o, first, last, what, rows)
         busy[o] = busy[o] + loss + optimizer
+        for tier in (o, *self.workers):
+            busy[tier] = busy[tier] + self.overhead(tier)
         load = {}
 
         def send(source, target, size):
@@ -266,6 +272,7 @@ def exhaustive(
     *,
     mode: str,
     chunk_counts=(1,),
+    least_samples=1,
     codecs=("none",),
     figures=None,
     allowed=lambda owner, cuts, empty: True,
@@ -283,7 +290,10 @@ def exhaustive(
                     if not allowed(owner, cuts, empty):
                         continue
                     taking = workers if empty else [owner, *workers]
-                    shares = deal(batch_size, [1 if k == owner else chunks for k in taking])
+                    shares = deal(
+                        batch_size,
+                        [max(1 if k == owner else chunks, least_samples) for k in taking],
+                    )
                     if not shares.shape[1]:
                         continue
                     b = {k: np.zeros(shares.shape[1]) for k in names}

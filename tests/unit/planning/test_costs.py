@@ -95,6 +95,24 @@ def test_the_overlapped_step_of_an_owner_and_a_prefix_worker() -> None:
     assert step.step_seconds == pytest.approx(1.02 + 0.05 + 1.72 + 0.03)
 
 
+def test_overhead_comes_before_the_first_layer() -> None:
+    profile = example()
+    tiers = {"device": 0.3, "edge": 0.07, "cloud": 9.0}  # the cloud takes no part
+    profile = replace(
+        profile,
+        tiers={t: replace(profile.tiers[t], overhead_seconds=s) for t, s in tiers.items()},
+    )
+    plain, overlapped = predict(profile, TWO, overlap=False), predict(profile, TWO, overlap=True)
+    assert plain.overhead_seconds == overlapped.overhead_seconds == 0.07
+    assert plain.forward_seconds == pytest.approx(max(0.34 + 0.07, 0.52 + 0.3) + 0.3)
+    # On the device it goes on while the first layer's weights travel, 0.2 s.
+    assert overlapped.forward_seconds == pytest.approx(0.3 + 0.4 + 0.02 + 0.1 + 0.3)
+    bare = predict(example(), TWO).busy_seconds
+    assert overlapped.busy_seconds["device"] == pytest.approx(bare["device"] + 0.3)
+    assert overlapped.busy_seconds["edge"] == pytest.approx(bare["edge"] + 0.07)
+    assert overlapped.busy_seconds["cloud"] == 0.0
+
+
 def test_chunks_pay_the_fixed_times_again_and_hide_the_sending() -> None:
     step = predict(example(), replace(TWO, num_chunks=2), overlap=True)
     assert step.forward_seconds == pytest.approx(0.2 + 2 * 0.3 + 0.01 + 0.1 + 0.3)

@@ -206,6 +206,26 @@ def test_raw_samples_stay_on_the_data_tier(mode: str, depth: int) -> None:
         assert schedule.predicted_seconds == pytest.approx(best, rel=1e-6)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_shares_honour_the_least_number_of_samples(mode: str) -> None:
+    moved = 0
+    for seed in range(8):
+        profile = random_profile(700 + seed, num_layers=3)
+        counts = (1, 4) if mode == "overlap" else (1,)
+        best = exhaustive(profile, 7, mode=mode, chunk_counts=counts, least_samples=2)
+        schedule = plan(profile, batch_size=7, overlap=MODES[mode], least_samples=2)
+        assert all(share.num_samples != 1 for share in schedule.shares.values())
+        assert schedule.predicted_seconds == pytest.approx(best, rel=1e-6)
+        free = plan(profile, batch_size=7, overlap=MODES[mode])
+        moved += any(share.num_samples == 1 for share in free.shares.values())
+    assert moved, "no plan would have given a tier one sample"
+
+
+def test_more_samples_than_the_mini_batch_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="`least_samples` is 9 and the mini-batch has 8 samples"):
+        plan(random_profile(1, num_layers=3), batch_size=8, least_samples=9)
+
+
 @pytest.mark.parametrize("policy", ["all-edge", "all-cloud", "jalad"])
 def test_a_policy_that_cannot_keep_raw_samples_says_so(policy: str) -> None:
     with pytest.raises(PlanningError, match=f"'{policy}' sends raw samples away from the data"):

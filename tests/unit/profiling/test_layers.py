@@ -239,6 +239,25 @@ def test_an_in_place_call_on_a_view_shares_the_time():
     assert min(repetition.backward) >= 0
 
 
+def test_layers_that_hand_on_their_input_take_no_less_than_no_time():
+    # The gradient's hooks on one tensor run in the order of its layers: the times went back.
+    class HandsOn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 10)
+
+        def forward(self, x):
+            x = F.dropout(self.first(x).relu(), 0.0).contiguous().float()
+            return self.second(x)
+
+    module, batch = HandsOn(), (torch.randn(8, 6), torch.arange(8))
+    chain = trace_step(step_of(module), module, batch)
+    repetition = time_step(chain, step_of(module), batch, 8, torch.device("cpu"))
+    assert len(chain) >= 4
+    assert min(repetition.backward) >= 0
+    assert min(repetition.forward) >= 0
+
+
 def test_frozen_layers_take_no_time_backward():
     module = lenet()
     for parameter in module[:4].parameters():

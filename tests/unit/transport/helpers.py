@@ -13,6 +13,7 @@ import zmq
 
 from lightning_hiertrain import topology as data
 from lightning_hiertrain.transport import Network, make_keys
+from lightning_hiertrain.transport.sockets import Channel
 from tests.distributed.launch import free_ports
 
 TIERS = ("device", "edge", "cloud")
@@ -82,6 +83,8 @@ class Proxy:
         self._accepting = self._passing = True
         self._open = True
         self.num_cut = 0
+        self.heard: dict[socket.socket, bytearray] = {}
+        """By connection, what those who dial have sent."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -104,6 +107,13 @@ class Proxy:
             for each in list(self._other):
                 self.num_cut += 1
                 self._drop(each)
+
+    def inject(self) -> None:
+        """Puts what was heard on each connection into it once more."""
+        with self._lock:
+            for client in list(self._other):
+                if client in self.heard:
+                    self._other[client].sendall(bytes(self.heard[client]))
 
     def block(self, blocked: bool) -> None:
         """Passes nothing on while blocked, as a cable that was pulled out."""
@@ -134,6 +144,7 @@ class Proxy:
                 client.close()
                 return
             self._other.update({client: upstream, upstream: client})
+            self.heard[client] = bytearray()
             for each in (client, upstream):
                 self._selector.register(each, selectors.EVENT_READ)
         elif ready in self._other:
@@ -141,6 +152,8 @@ class Proxy:
                 piece = ready.recv(1 << (14 if self._bytes_per_second else 18))
                 if not piece:
                     raise ConnectionError
+                if ready in self.heard:
+                    self.heard[ready] += piece
                 self._other[ready].settimeout(5)
                 self._other[ready].sendall(piece)
                 if self._bytes_per_second:
@@ -177,3 +190,23 @@ def plain_client(port: int, **options: bytes) -> str:
         client.disable_monitor()
         client.close()
         context.destroy(linger=0)
+
+
+def send_raw(network: Network, messages: list[list[bytes]]) -> None:
+    """Lets the thread that owns the sockets send frames as they are."""
+    protocol, tick, done = (
+        network._engine.protocol,
+        network._engine.protocol.tick,
+        threading.Event(),
+    )
+
+    def tick_and_send(now: float) -> None:
+        if not done.is_set():
+            for frames in messages:
+                protocol.sockets.send("edge", Channel.DATA, frames)
+            done.set()
+        tick(now)
+
+    protocol.tick = tick_and_send
+    assert done.wait(5.0)
+    protocol.tick = tick

@@ -1,6 +1,7 @@
 """Keys, addresses and the meeting of local processes."""
 
 import dataclasses
+import errno
 import os
 import stat
 import subprocess
@@ -149,6 +150,15 @@ def test_cards_of_ended_processes_are_passed_over(folder):
         assert place.read("device") is None
     place.publish(card())
     assert place.read("device") == card()
+
+
+def test_no_process_has_ended_because_this_one_cannot_look(monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    parent = ProcessIdentity.of(os.getppid())
+    monkeypatch.setattr("pathlib.Path.read_text", fail)
+    assert not parent.has_ended()
 
 
 def test_what_ended_processes_left_is_removed(folder):

@@ -14,10 +14,20 @@ import zmq
 from lightning_hiertrain.errors import LinkError, LinkTimeoutError, PeerLostError
 from lightning_hiertrain.topology import Link, Tier, Topology
 from lightning_hiertrain.transport import Collectives, Network
+from lightning_hiertrain.transport.admission import Credentials
+from lightning_hiertrain.transport.protocol import Protocol
 from lightning_hiertrain.transport.rendezvous import ProcessIdentity
 from lightning_hiertrain.transport.sockets import Channel
+from lightning_hiertrain.transport.wire import encode
 from tests.distributed.launch import free_ports
-from tests.unit.transport.helpers import TIERS, Proxy, make_topology, plain_client, started
+from tests.unit.transport.helpers import (
+    TIERS,
+    Proxy,
+    make_topology,
+    plain_client,
+    send_raw,
+    started,
+)
 
 PAIR = (("device", "edge"),)
 
@@ -86,6 +96,61 @@ def test_flush_returns_when_all_has_arrived(tmp_path):
         assert networks["cloud"].poll("device", "x")
 
 
+def test_a_peer_that_has_met_and_left_at_once_was_there(tmp_path):
+    with started(tmp_path, make_topology(tmp_path, PAIR)) as networks:
+        networks["edge"].close()
+        deadline = time.monotonic() + 10.0
+        while networks["device"].is_usable and time.monotonic() < deadline:
+            threading.Event().wait(0.01)
+        networks["device"].wait_for_peers(5.0)
+        with pytest.raises(PeerLostError, match="has finished and closed"):
+            networks["device"].receive("edge", "x", timeout_seconds=5.0)
+
+
+def test_what_was_held_back_leaves_with_the_next_message_or_before_a_wait(tmp_path):
+    with started(tmp_path, make_topology(tmp_path, PAIR)) as networks:
+        device, edge = networks["device"], networks["edge"]
+        woken = []
+        wake = device._engine.wake
+        device._engine.wake = lambda: (woken.append(1), wake())
+        with device.together():
+            for number in range(3):
+                device.send("edge", "x", number, control=True)
+            device.send("edge", "x", 3, control=True, at_once=False)
+            assert not woken
+        assert [edge.receive("device", "x") for _ in range(4)] == [0, 1, 2, 3]
+        assert len(woken) == 1
+
+        device.send("edge", "y", 4, control=True, at_once=False)
+        assert len(woken) == 1
+        edge.send("device", "z", edge.receive("device", "y", timeout_seconds=5.0), control=True)
+        assert device.receive("edge", "z") == 4
+
+        with device.together():
+            device.send("edge", "y", 5, control=True)
+            answer = threading.Thread(
+                target=lambda: edge.send("device", "z", edge.receive("device", "y"), control=True)
+            )
+            answer.start()
+            assert device.receive("edge", "z", timeout_seconds=5.0) == 5
+            answer.join()
+
+
+def test_what_is_needed_later_leaves_after_the_tensors_of_the_step(tmp_path):
+    with Proxy(bytes_per_second=4e6) as proxy:
+        topology = make_topology(tmp_path, PAIR, through={PAIR[0]: proxy.port})
+        proxy.target = int(topology.tier("edge").address.rpartition(":")[2])
+        with started(tmp_path, topology) as networks:
+            device, edge = networks["device"], networks["edge"]
+            device.send("edge", "later", torch.full((1_000_000,), 7), ahead=True)  # 2 s
+            for number in range(3):
+                device.send("edge", f"now {number}", torch.full((50_000,), number))
+            for number in range(3):
+                assert edge.receive("device", f"now {number}").unique().tolist() == [number]
+            assert not edge.poll("device", "later")
+            assert edge.receive("device", "later").unique().tolist() == [7]
+
+
 @pytest.mark.parametrize("links", [PAIR, (*PAIR, ("edge", "cloud"))])
 def test_connections_that_break_lose_and_double_nothing(tmp_path, links):
     with Proxy() as proxy:
@@ -105,11 +170,13 @@ def test_connections_that_break_lose_and_double_nothing(tmp_path, links):
                     low.send(high.tier, "up", {"n": number, "x": torch.full((500_000,), number)})
                     high.send("device", "down", number, control=True)
                     high.send("device", "big", torch.full((200_000,), number))
+                    low.send(high.tier, "later", torch.full((100_000,), number), ahead=True)
                 for number in range(40):
                     up = high.receive("device", "up")
                     assert (up["n"], up["x"].unique().tolist()) == (number, [number])
                     assert low.receive(high.tier, "down") == number
                     assert low.receive(high.tier, "big").unique().tolist() == [number]
+                    assert high.receive("device", "later").unique().tolist() == [number]
             finally:
                 stop.set()
             assert not high.poll("device", "up")
@@ -185,7 +252,7 @@ def test_a_wait_ends_with_peer_operation_and_timeout(tmp_path):
 
 
 def test_back_pressure_waits_and_gives_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_hiertrain.transport.network.MAX_QUEUED_BYTES", 1 << 20)
+    monkeypatch.setattr("lightning_hiertrain.transport.messages.MAX_QUEUED_BYTES", 1 << 20)
     with Proxy() as proxy:
         topology = make_topology(tmp_path, PAIR, through={PAIR[0]: proxy.port})
         proxy.target = int(topology.tier("edge").address.rpartition(":")[2])
@@ -445,26 +512,6 @@ def test_malformed_frames_are_dropped_with_a_warning(tmp_path, caplog, make_fram
     assert len(dropped) == (1 if "envelope that cannot be read" in dropped[0] else 2)
 
 
-def send_raw(network: Network, messages: list[list[bytes]]) -> None:
-    """Lets the thread that owns the sockets send frames as they are."""
-    protocol, tick, done = (
-        network._engine.protocol,
-        network._engine.protocol.tick,
-        threading.Event(),
-    )
-
-    def tick_and_send(now: float) -> None:
-        if not done.is_set():
-            for frames in messages:
-                protocol.sockets.send("edge", Channel.DATA, frames)
-            done.set()
-        tick(now)
-
-    protocol.tick = tick_and_send
-    assert done.wait(5.0)
-    protocol.tick = tick
-
-
 def wait_until(condition) -> None:
     deadline = time.monotonic() + 5.0
     while not condition():
@@ -475,3 +522,27 @@ def wait_until(condition) -> None:
 def head(network: Network, text: dict | None = None, specs=()) -> list[bytes]:
     data = json.dumps(text or {"tag": "x", "value": 0, "tensors": specs}).encode()
     return [envelope(network, l=[len(data), len(data)]), data]
+
+
+def test_a_relay_that_dies_takes_those_behind_it_along():
+    protocol = Protocol(
+        "device",
+        Topology(
+            tiers=tuple(Tier(name=name) for name in ("device", "edge", "cloud")),
+            links=(Link(between=("device", "edge")), Link(between=("edge", "cloud"))),
+        ),
+        Credentials(public_key="", private_key=""),
+        changed=threading.Condition(),
+        silence_seconds=1.0,
+        meet=lambda _: True,
+    )
+    for peer in protocol.peers.values():
+        peer.session, peer.established = "theirs", True
+        peer.outgoing[Channel.DATA].queue.append(encode("x", torch.zeros(10)))
+        peer.outgoing[Channel.DATA].next_chunk()
+    protocol.peers["edge"].down_since = time.monotonic() - 5.0
+    protocol.tick(time.monotonic())
+    protocol.send_due()
+    assert all(peer.lost for peer in protocol.peers.values())
+    assert protocol.peers["cloud"].culprit == "edge"
+    protocol.sockets.close()

@@ -1,0 +1,57 @@
+"""What a training step takes on a tier besides layers, loss and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from time import perf_counter, process_time, thread_time
+
+
+class StepClock:
+    """Times training steps between slices of measuring.
+
+    While layers are measured one tier, the data tier, computes the real steps. There the overhead
+    is what a step takes beyond its layers. The other tiers only keep up with the training loop:
+    their overhead is the processor time that they need for it, in seconds of a clock. The two
+    differ where a tier gets a part of a processor; how great that is shows in work that waits for
+    nothing else.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[float, float]] = []
+        """Seconds and processor seconds of each step."""
+        self._worked = self._worked_processor = 0.0
+        self._left: tuple[float, float] | None = None
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """What happens inside is no part of a step."""
+        if self._left is not None:
+            self._steps.append((perf_counter() - self._left[0], process_time() - self._left[1]))
+        yield
+        self._left = perf_counter(), process_time()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """What happens inside waits for nothing but a processor."""
+        start, start_processor = perf_counter(), thread_time()
+        yield
+        self._worked += perf_counter() - start
+        self._worked_processor += thread_time() - start_processor
+
+    def overhead_seconds(self, computed_seconds: float) -> float:
+        """Returns the overhead of a step, 0 if none was seen.
+
+        The median is over all steps but the first, which sets things up, if there are more.
+
+        Args:
+            computed_seconds: What layers, loss and optimizer take of each step on this tier.
+        """
+        steps = self._steps[1:] or self._steps
+        if not steps:
+            return 0.0
+        if computed_seconds > 0:
+            return max(median(seconds for seconds, _ in steps) - computed_seconds, 0.0)
+        stretch = self._worked / self._worked_processor if self._worked_processor else 1.0
+        return median(processor for _, processor in steps) * max(stretch, 1.0)

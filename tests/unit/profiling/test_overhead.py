@@ -1,0 +1,58 @@
+"""What a step takes besides its layers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from lightning_hiertrain.profiling import overhead
+from lightning_hiertrain.profiling.overhead import StepClock
+
+
+class Clocks:
+    """Stands in for the machine's clocks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.processor = 0.0
+        monkeypatch.setattr(overhead, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(overhead, "process_time", lambda: self.processor)
+        monkeypatch.setattr(overhead, "thread_time", lambda: self.processor)
+
+    def run(self, seconds: float, processor: float) -> None:
+        self.now += seconds
+        self.processor += processor
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    return Clocks(monkeypatch)
+
+
+def train(clocks: Clocks, steps: list[tuple[float, float]], *, processors: float) -> StepClock:
+    """Steps between slices of measuring, on a tier with a part of a processor."""
+    clock = StepClock()
+    for step in [*steps, (0.0, 0.0)]:
+        with clock.between_steps():
+            with clock.working():
+                clocks.run(1.0, processors)
+            clocks.run(5.0, 0.0)  # waits for the other tiers
+        clocks.run(*step)
+    return clock
+
+
+def test_on_the_tier_that_computes_it_is_what_lies_beyond_the_layers(clocks: Clocks) -> None:
+    clock = train(clocks, [(9.0, 9.0), (0.5, 0.5), (0.6, 0.1), (0.7, 0.1)], processors=1.0)
+    assert clock.overhead_seconds(0.4) == pytest.approx(0.2)
+    assert clock.overhead_seconds(0.8) == 0.0
+
+
+def test_elsewhere_it_is_the_time_that_the_processor_needs(clocks: Clocks) -> None:
+    steps = [(9.0, 9.0), (2.0, 0.02), (3.0, 0.03), (4.0, 0.04)]  # mostly waits
+    assert train(clocks, steps, processors=1.0).overhead_seconds(0.0) == pytest.approx(0.03)
+    assert train(clocks, steps, processors=0.1).overhead_seconds(0.0) == pytest.approx(0.3)
+
+
+def test_one_step_is_better_than_none(clocks: Clocks) -> None:
+    for steps, expected in itertools.zip_longest(([], [(0.5, 0.5)]), (0.0, 0.1)):
+        assert train(clocks, steps, processors=1.0).overhead_seconds(0.4) == pytest.approx(expected)
