@@ -209,11 +209,15 @@ def shaping(
     burst = max(MIN_BURST_BYTES, round(link.bandwidth_bytes_per_second / TICKS_PER_SECOND))
     bucket = ["tbf", "rate", f"{bits}bit", "burst", f"{burst}b"]
     bucket += ["latency", f"{1e3 * link.queue_seconds:g}ms"]
-    verb = ["qdisc", "change" if change else "add", "dev", interface]
+    verb = ["qdisc", "add", "dev", interface]
+    # A new bucket in place of another: packets that already waited and are larger than a smaller
+    # bucket would stop the queue for ever.
+    remove = ["qdisc", "delete", "dev", interface]
     if not netem:
-        return [[*verb, "root", "handle", "1:", *bucket]]
+        commands = [[*remove, "root"]] if change else []
+        return [*commands, [*verb, "root", "handle", "1:", *bucket]]
     delay = ["netem", "delay", f"{1e6 * link.latency_seconds:.0f}us", "limit", "100000"]
-    commands = [] if change else [[*verb, "root", "handle", "1:", *delay]]
+    commands = [[*remove, "parent", "1:1"] if change else [*verb, "root", "handle", "1:", *delay]]
     return [*commands, [*verb, "parent", "1:1", "handle", "10:", *bucket]]
 
 

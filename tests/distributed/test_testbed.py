@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -118,6 +119,44 @@ def test_when_one_host_fails_the_others_are_ended(tmp_path, monkeypatch):
         "cloud": None,
     }
     assert not any(end.joined_quota for end in ended.values())
+
+
+SENDER = """
+import os, pathlib, socket, sys
+folder = pathlib.Path(sys.argv[1])
+if os.environ["HIERTRAIN_TIER"] == "high":
+    with socket.create_server(("0.0.0.0", 5800)) as server:
+        (folder / "listens").touch()
+        connection, _ = server.accept()
+        size = 0
+        while data := connection.recv(1 << 16):
+            size += len(data)
+            if size > 2 << 20 and not (folder / "flows").exists():
+                (folder / "flows").touch()
+        (folder / "size").write_text(str(size))
+else:
+    while not (folder / "listens").exists():
+        pass
+    with socket.create_connection(("high", 5800)) as connection:
+        connection.sendall(bytes(12 << 20))
+"""
+
+
+@pytest.mark.timeout(100)
+def test_a_link_made_slower_in_mid_transfer_still_carries(tmp_path):
+    data = {
+        "tiers": [{"name": "low", "cores": 0.4}, {"name": "high", "cores": 0.4}],
+        "links": [{"between": ["low", "high"], "bandwidth_mbit": 100}],
+    }
+    with Testbed(parse_config(data)) as bed, ThreadPoolExecutor(1) as pool:
+        argv = [sys.executable, "-c", SENDER, str(tmp_path)]
+        run = pool.submit(bed.run, argv, tmp_path / "out", timeout_seconds=60)
+        while not (tmp_path / "flows").exists():
+            assert not run.done(), run.result()
+        # Packets as large as the faster link's bucket wait in its queue.
+        set_rate("low-high", 40, control=str(bed.folder / "control"))
+        assert {tier: end.returncode for tier, end in run.result().items()} == {"low": 0, "high": 0}
+    assert int((tmp_path / "size").read_text()) == 12 << 20
 
 
 @pytest.mark.timeout(120)
