@@ -21,7 +21,13 @@ from lightning_hiertrain.partition.rows import (
     split_positions,
     with_leaves,
 )
-from lightning_hiertrain.profiles import CodecProfile, LayerProfile, Profile, TierProfile
+from lightning_hiertrain.profiles import (
+    AffineTime,
+    CodecProfile,
+    LayerProfile,
+    Profile,
+    TierProfile,
+)
 from lightning_hiertrain.profiling.codecs import (
     accuracy_losses,
     codec_profiles,
@@ -31,7 +37,7 @@ from lightning_hiertrain.profiling.codecs import (
 )
 from lightning_hiertrain.profiling.layers import LayerProfiler, TierMeasurement
 from lightning_hiertrain.profiling.links import measure_links
-from lightning_hiertrain.profiling.overhead import StepClock
+from lightning_hiertrain.profiling.overhead import StepClock, mean_seconds
 from lightning_hiertrain.sandbox import Sandbox
 from lightning_hiertrain.session import Session
 
@@ -130,6 +136,11 @@ class ProfilingCallback(Callback):
         if self.progress >= 1:
             self._finish(strategy)
 
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Notes when the step has ended."""
+        if self.progress < 1:
+            self._clock.step_ended()
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Ends the measuring with the first epoch at the latest."""
         if self._slices > 0 and self.progress < 1:
@@ -182,16 +193,9 @@ class ProfilingCallback(Callback):
             {tier: measured[tier] for tier in here},
             tuple(link for link in links if here.keys() >= set(link.between)),
         )
-        inputs, targets = self._travelling_bytes(session, session.chain, profile)
+        dealt = self._measure_dealing(session, session.chain, profile)
         self._forget()
-        strategy.adopt_profile(
-            replace(
-                profile,
-                codecs=codecs,
-                input_bytes_per_sample=inputs,
-                target_bytes_per_sample=targets,
-            )
-        )
+        strategy.adopt_profile(replace(profile, codecs=codecs, **dealt))
 
     @staticmethod
     def _computed_seconds(session: Session, measured: TierMeasurement) -> float:
@@ -244,20 +248,32 @@ class ProfilingCallback(Callback):
         losses = session.collectives.broadcast(losses, calibrator)
         return codec_profiles(gathered, losses, calibrator)
 
-    def _travelling_bytes(
+    def _measure_dealing(
         self, session: Session, chain: LayerChain, profile: Profile
-    ) -> tuple[int, int]:
-        """Returns what a sample's input and target take on the slowest way from the data tier."""
-        sizes = None
+    ) -> dict[str, Any]:
+        """Measures what it takes to deal out samples, on the slowest way from the data tier.
+
+        Returns:
+            Those fields of the profile.
+        """
+        fields = None
         if session.is_data_tier:
             others = [tier for tier in profile.tiers if tier != session.data_tier]
             rates = [profile.bytes_per_second(session.data_tier, tier) for tier in others]
             rate = min(rates, default=math.inf)
             rows = num_samples(self._example)
             bytes_per_sample = [x / rows for x in session.bytes_of_leaves(self._example, rate)]
-            sizes = _input_and_target(chain, bytes_per_sample)
-        result: tuple[int, int] = session.collectives.broadcast(sizes, session.data_tier)
-        return result
+            inputs, targets = _input_and_target(chain, bytes_per_sample)
+            packing = mean_seconds(lambda: session.bytes_of_leaves(self._example, rate))
+            fields = {
+                "input_bytes_per_sample": inputs,
+                "target_bytes_per_sample": targets,
+                "dealing_seconds": AffineTime(
+                    fixed=self._clock.dealing_seconds(), per_sample=packing / rows
+                ).to_dict(),
+            }
+        shared = session.collectives.broadcast(fields, session.data_tier)
+        return {**shared, "dealing_seconds": AffineTime(**shared["dealing_seconds"])}
 
 
 def assemble(

@@ -148,6 +148,12 @@ class Profile:
     links: tuple[LinkProfile, ...]
     codecs: Mapping[str, CodecProfile] = field(default_factory=dict)
     """By the codec's name; those that are not named have the planner's default figures."""
+    dealing_seconds: AffineTime = field(
+        default_factory=lambda: AffineTime(fixed=0.0, per_sample=0.0)
+    )
+    """What the data tier takes from one step to the next: to load and deal out a mini-batch, and to
+    pack each sample that another tier gets. `overhead_seconds` of that tier includes the fixed
+    part."""
     optimizer_state_bytes: int | None = None
     """What the optimizer keeps on the owner; `None` if unknown, the planner then takes twice the
     parameters (Adam)."""
@@ -266,6 +272,8 @@ class Profile:
                 for link in self.links
             ],
         }
+        if any((self.dealing_seconds.fixed, self.dealing_seconds.per_sample)):
+            data["dealing_seconds"] = self.dealing_seconds.to_dict()
         if self.optimizer_state_bytes is not None:
             data["optimizer_state_bytes"] = self.optimizer_state_bytes
         if self.codecs:
@@ -317,6 +325,9 @@ class Profile:
                 codecs={
                     name: CodecProfile(**codec) for name, codec in data.get("codecs", {}).items()
                 },
+                dealing_seconds=_time(
+                    data.get("dealing_seconds", {"fixed": 0.0, "per_sample": 0.0})
+                ),
                 optimizer_state_bytes=data.get("optimizer_state_bytes"),
             )
         except KeyError as error:

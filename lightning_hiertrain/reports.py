@@ -124,11 +124,17 @@ def profile_report(profile: Profile, *, batch_size: int = 128) -> str:
         )
         for link in profile.links
     ]
+    dealing = profile.dealing_seconds
     head = (
         f"profile of {profile.model}: {len(profile.layers)} layers, a sample has "
         f"{format_bytes(profile.input_bytes_per_sample)} and its target "
         f"{format_bytes(profile.target_bytes_per_sample)}; times for {batch_size} samples"
     )
+    if dealing(batch_size):
+        head += (
+            f"; {profile.data_tier} deals them out in {format_seconds(dealing.fixed)} and packs "
+            f"them for others in {format_seconds(batch_size * dealing.per_sample)}"
+        )
     return "\n\n".join([head, table(tiers), table(layers), table(links)])
 
 

@@ -31,7 +31,8 @@ class Prediction:
     optimizer_seconds: float
     """The part of `update_seconds` that is the optimizer's."""
     overhead_seconds: float = 0.0
-    """What the owner needs before its first layer, for the training loop and messages."""
+    """What passes before the owner's first layer besides transfers: the training loop, messages,
+    and on the data tier the making of the mini-batch."""
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
     """How long each tier computes and each link carries, by tier (`edge`) and direction
     (`edge>cloud`)."""
@@ -151,24 +152,30 @@ class Step:
         return float(i.latency[x, y] + (load / i.link_rate)[i.crosses[x, y]].max())
 
     def inputs(self) -> dict[int, float]:
-        """Equation (2): when each tier has its samples."""
+        """Equation (2): from when the mini-batch is dealt out until each tier has its samples."""
         sizes = {(self.instance.data, t): self.input_bytes(t) for t in (self.owner, *self.workers)}
         return {
-            way[1]: self.together(index, sizes) if way[0] != way[1] else 0.0
-            for index, way in enumerate(sizes)
+            t: self.packing_seconds(t) + (self.together(index, sizes) if t != source else 0.0)
+            for index, (source, t) in enumerate(sizes)
         }
+
+    def packing_seconds(self, t: int) -> float:
+        """How long the data tier packs samples before tier t has its own: those, or all others'."""
+        i = self.instance
+        own = self.own_samples if t == self.owner else self.samples.get(t, 0)
+        return float((i.batch_size - own if t == i.data else own) * i.packing)
 
     def plain(self) -> Prediction:
         """The papers' model, equations (2) to (8)."""
         i, o = self.instance, self.owner
         inputs = self.inputs()
         start = self.first_cut()
-        forward = inputs[o] + float(i.overhead[o]) + self.owner_seconds(start, "forward")  # (4)
+        forward = inputs[o] + float(i.lead[o]) + self.owner_seconds(start, "forward")  # (4)
         backward = self.owner_seconds(start, "backward")  # (6)
         for k in self.workers:
             size, c = self.activation_bytes(k), self.codec[k]
             sent = size * i.encode[c, k] + i.latency[k, o] + size * i.ratio[c] / i.rate[k, o]
-            arrival = inputs[k] + float(i.overhead[k]) + self.worker_seconds(k, "forward")
+            arrival = inputs[k] + float(i.lead[k]) + self.worker_seconds(k, "forward")
             arrival += sent + size * i.decode[c, o]  # (3)
             forward = max(forward, arrival + self.owner_seconds(self.cut[k], "forward"))  # (4)
             returned = size * i.encode[c, o] + i.latency[o, k] + size * i.ratio[c] / i.rate[o, k]
@@ -188,7 +195,7 @@ class Step:
             backward_seconds=float(backward),
             update_seconds=update,
             optimizer_seconds=float(i.optimizer[o]),
-            overhead_seconds=float(i.overhead[o]),
+            overhead_seconds=float(i.lead[o]),
             busy_seconds=self.busy({k: 1 for k in self.workers}),
         )
 
@@ -212,7 +219,8 @@ class Step:
         """The overlapped step, equations (9) to (14)."""
         i, o = self.instance, self.owner
         start = self.first_cut()
-        forward = float(i.overhead[o]) + self.owner_seconds(start, "forward")
+        forward = float(i.lead[o]) + self.owner_seconds(start, "forward")
+        forward += self.packing_seconds(o) if o == i.data else 0.0
         backward = self.owner_seconds(start, "backward")
         for k in self.workers:
             rest, rest_back = (
@@ -232,7 +240,7 @@ class Step:
             backward_seconds=float(backward),
             update_seconds=optimizer,
             optimizer_seconds=optimizer,
-            overhead_seconds=float(i.overhead[o]),
+            overhead_seconds=float(i.lead[o]),
             busy_seconds=busy,
         )
 
@@ -248,8 +256,9 @@ class Step:
             through = max(first + later + sending / chunks, first + sending)
             ready = self.layerwise(k, layer, upward=False)
             if layer == 1:
-                ready = max(ready, float(i.overhead[k]))
+                ready = max(ready, float(i.lead[k]))
             latest = max(latest, ready + through)
+        latest += self.packing_seconds(k) if k == i.data else 0.0
         return float(latest + i.latency[k, o] + size * i.decode[c, o] / chunks)
 
     def chunked_return(self, k: int) -> float:
@@ -274,7 +283,10 @@ class Step:
         i, o = self.instance, self.owner
         start = self.first_cut()
         tiers = dict.fromkeys(range(i.num_tiers), 0.0)
-        tiers[o] = self.owner_seconds(start, "forward") + self.owner_seconds(start, "backward")
+        if i.data not in (o, *self.workers):
+            tiers[i.data] = i.dealing
+        tiers[i.data] += self.packing_seconds(i.data)
+        tiers[o] += self.owner_seconds(start, "forward") + self.owner_seconds(start, "backward")
         tiers[o] += float(i.loss[o] + i.optimizer[o] + i.overhead[o])
         load = self.input_bytes(o) * i.crosses[i.data, o]
         for k in self.workers:

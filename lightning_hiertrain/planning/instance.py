@@ -51,6 +51,10 @@ class Instance:
     optimizer: Floats
     overhead: Floats
     """Seconds of a step that are no layer's, by tier."""
+    dealing: float
+    """Seconds in which the data tier makes a mini-batch ready to be dealt out."""
+    packing: float
+    """Seconds in which it packs a sample for another tier."""
     optimizer_state: float
     memory: Floats
     """Bytes by tier, infinite where there is no limit."""
@@ -73,6 +77,13 @@ class Instance:
     @property
     def num_layers(self) -> int:
         return len(self.output) - 1
+
+    @property
+    def lead(self) -> Floats:
+        """What a step begins with on each tier, h'_t: all wait until the data tier has dealt."""
+        lead = np.maximum(self.overhead, self.dealing)
+        lead[self.data] = self.overhead[self.data]
+        return lead
 
 
 def make_instance(
@@ -133,6 +144,8 @@ def make_instance(
         loss=np.array([profile.tiers[t].loss_seconds(batch_size) for t in names]),
         optimizer=np.array([profile.tiers[t].optimizer_seconds for t in names], float),
         overhead=np.array([profile.tiers[t].overhead_seconds for t in names], float),
+        dealing=float(profile.dealing_seconds.fixed),
+        packing=float(profile.dealing_seconds.per_sample),
         optimizer_state=float(2 * parameters[-1] if state is None else state),
         memory=np.array([_limit(profile.tiers[t].memory_bytes) for t in names]),
         links=links,
@@ -158,6 +171,7 @@ def _check_magnitudes(instance: Instance) -> None:
     i = instance
     with np.errstate(over="ignore"):
         times = (i.forward_fixed + i.backward_fixed)[:, -1] + i.loss + i.optimizer + i.overhead
+        times = times + i.dealing + i.batch_size * i.packing
         times = times + i.batch_size * (i.forward_slope + i.backward_slope)[:, -1]
         load = i.batch_size * (i.output.max() + i.target) + 2 * i.parameters[-1]
         carrying = load / i.link_rate if len(i.link_rate) else np.zeros(1)

@@ -103,7 +103,7 @@ class Terms:
 
     def owner_overhead(self) -> Floats:
         """What the owner's own path begins with, (n, p); a prefix worker's has its own."""
-        return np.asarray(~self.active * self.i.overhead[self.owner][:, None])
+        return np.asarray(~self.active * self.i.lead[self.owner][:, None])
 
     def forward(self) -> tuple[Floats, Floats]:
         """Equations (2) to (4), constants of (7); a path for each link that inputs wait for."""
@@ -112,7 +112,7 @@ class Terms:
         constant = constant + self.active * (
             i.forward_fixed[self.tiers, low] + i.latency[self.tiers, self.owner[:, None]]
         )
-        constant = constant + self.active * i.overhead + self.owner_overhead()
+        constant = constant + self.active * i.lead + self.owner_overhead()
         constant = constant + (self.constant_seconds() + self.update())[:, None]
         slope = slope + self.on_worker(
             i.forward_slope[self.tiers, low] + self.pick(self.table.way_up) * self.least
@@ -139,11 +139,18 @@ class Terms:
                 wait = i.latency[d, t] + crossing[self.owner] * targets / i.link_rate[link]
                 constants[:, t, index] = np.where(sent, wait, 0.0)
                 slopes[:, t, index] = sent[:, None] * crossing * i.output[0] / i.link_rate[link]
+                slopes[:, t, index, t] += sent * i.packing
+        slopes[:, d] = self.packed()[:, None, :]
         idle = ~(self.active | self.is_owner)  # repeats the owner's own path
         box, tier = np.nonzero(idle)
         constants[box, tier] = constants[box, self.owner[box]]
         slopes[box, tier] = slopes[box, self.owner[box]]
         return constants, slopes
+
+    def packed(self) -> Floats:
+        """What the data tier packs before its own first layer: slopes (n, t)."""
+        takes_part = self.active | self.is_owner
+        return np.asarray(self.i.packing * (takes_part & (self.tiers != self.i.data)))
 
     def update(self) -> Floats:
         """Equation (7) without the optimizer: parameter gradients to the owner and weights back."""
@@ -212,10 +219,12 @@ class Terms:
         )
         travelling = (first_fixed, first_slope / c[:, :, None] + (sending + decode)[:, :, None])
         wait = self.layerwise(layers, upward=False)
-        wait[:, :, 0] = np.maximum(wait[:, :, 0], i.overhead)  # j = 1
+        wait[:, :, 0] = np.maximum(wait[:, :, 0], i.lead)  # j = 1
         wait = wait + i.latency[self.tiers, self.owner[:, None]][:, :, None]
         constant, rest = self.rest("forward")
         constant = constant + self.constant_seconds()[:, None] + self.owner_overhead()
+        begins = np.where(self.active, self.tiers, self.owner[:, None]) == i.data
+        rest = rest + begins[:, :, None] * self.packed()[:, None, :]
         return self.combine(constant, rest, wait, (computing, travelling))
 
     def chunked_backward(self, num_terms: int) -> tuple[Floats, Floats]:
@@ -283,12 +292,14 @@ class Terms:
         slope = np.where(
             self.is_owner[:, :, None], own_slope[:, None, :], self.on_worker(worker_slope)
         )
+        travelling = self.active | self.is_owner
+        constant[:, i.data] += np.where(travelling[:, i.data], 0.0, i.dealing)
+        slope[:, i.data] += self.packed()
         (up, _), (down, _) = self.directions()
         both = up + down
         sizes = i.parameters[low] * self.active
         link_constant = np.einsum("nk,nke->ne", sizes, both)
         link_constant = link_constant + i.crosses[i.data, owner] * i.batch_size * i.target
-        travelling = self.active | self.is_owner
         link_slope = (self.least * table.ratio[self.boxes.codec])[:, None, :] * both.transpose(
             0, 2, 1
         )

@@ -29,21 +29,23 @@ _GROWTH = 4
 _STABLE = 0.05
 """Relative distance of the last rates within which they count as one."""
 _MIN_TRANSFERS = 3
+_TRIES = 2
 
 
 def measure_links(
-    network: Network, *, seconds_per_link: float = 1.0, collector: str | None = None
+    network: Network, *, seconds_per_link: float = 2.0, collector: str | None = None
 ) -> tuple[LinkProfile, ...]:
     """Measures every link of the topology; all tiers call it together and get the same result.
 
     Args:
         network: The links, with all tiers present and nothing else to carry.
-        seconds_per_link: About how long to measure a link. A fifth goes to the latency, of which
-            there are 20 round trips at least, the rest to transfers in both directions.
+        seconds_per_link: About how long to measure a link. A tenth goes to the latency, of which
+            there are 20 round trips at least, the rest to transfers in both directions, twice.
         collector: A tier that the run cannot spare; the first one by default.
 
     Returns:
-        For each link the bandwidth of its slower direction, and half the median round trip; none
+        For each link the bandwidth of its slower direction, the better of two tries since whatever
+        disturbs one makes it slower, and half the median round trip; none
         for links of tiers that have died and can be spared.
 
     Raises:
@@ -99,14 +101,17 @@ def _shared(
 def _measure(network: Network, link: Link, seconds: float) -> LinkProfile:
     """Measures a link from one of its ends."""
     low, high = link.between
+    upwards, downwards = 0.0, 0.0
     if network.tier == low:
-        round_trip_seconds = _ping(network, high, 0.2 * seconds)
-        upwards = _send_bulk(network, high, 0.4 * seconds, round_trip_seconds)
-        downwards = _receive_bulk(network, high)
+        round_trip_seconds = _ping(network, high, 0.1 * seconds)
+        for _ in range(_TRIES):
+            upwards = max(upwards, _send_bulk(network, high, 0.2 * seconds, round_trip_seconds))
+            downwards = max(downwards, _receive_bulk(network, high))
     else:
         round_trip_seconds = _echo(network, low)
-        upwards = _receive_bulk(network, low)
-        downwards = _send_bulk(network, low, 0.4 * seconds, round_trip_seconds)
+        for _ in range(_TRIES):
+            upwards = max(upwards, _receive_bulk(network, low))
+            downwards = max(downwards, _send_bulk(network, low, 0.2 * seconds, round_trip_seconds))
     return LinkProfile(
         between=link.between,
         bandwidth_bytes_per_second=min(upwards, downwards),

@@ -82,19 +82,28 @@ class _Layout:
         for t, seconds in inputs.items():
             size = step.input_bytes(t)
             if size:
-                self._transfer(i.names[i.data], i.names[t], 0.0, seconds, size, "samples")
-        return dict.fromkeys(inputs, 0.0) if self.overlap else inputs
+                dealt = 0.0 if self.overlap else float(i.lead[t])
+                queued = dealt + step.packing_seconds(t)
+                end = dealt + seconds
+                self._transfer(i.names[i.data], i.names[t], queued, end, size, "samples")
+        packed = step.packing_seconds(i.data)
+        ready = float(i.lead[i.data] if i.data in inputs else i.dealing)
+        if i.data not in inputs:
+            self._compute(i.names[i.data], 0.0, ready, OTHER)
+        self._compute(i.names[i.data], ready, ready + packed, "codec", "samples")
+        return {t: packed if t == i.data else 0.0 for t in inputs} if self.overlap else inputs
 
     def _overhead(self, t: int, start: float) -> float:
         """When tier t has got through what is no layer's, and begins with its first layer."""
-        end = start + float(self.step.instance.overhead[t])
-        self._compute(self.step.instance.names[t], start, end, OTHER)
-        return end
+        i = self.step.instance
+        self._compute(i.names[t], 0.0, float(i.overhead[t]), OTHER)
+        return start + float(i.lead[t])
 
     def _worker_forward(self, k: int, start: float) -> float:
         """Equations (3) and (10): when the activations of prefix worker k are on the owner."""
         step, i, o, chunks = self.step, self.step.instance, self.step.owner, self.chunks[k]
         name, rows, size, c = i.names[k], step.samples[k] / chunks, *self._activations(k)
+        packed = step.packing_seconds(k) if k == i.data else 0.0
         if self.overlap and i.parameters[step.cut[k]]:
             until = step.layerwise(k, step.cut[k], upward=False)
             self._transfer(self.owner, name, 0.0, until, i.parameters[step.cut[k]], "weights")
@@ -102,7 +111,7 @@ class _Layout:
         for chunk in range(chunks):
             for layer in range(1, step.cut[k] + 1):
                 if self.overlap and chunk == 0:
-                    now = max(now, step.layerwise(k, layer, upward=False))
+                    now = max(now, packed + step.layerwise(k, layer, upward=False))
                 seconds = step.worker_seconds(k, "forward", first=layer, rows=rows)
                 if layer < step.cut[k]:
                     seconds -= step.worker_seconds(k, "forward", first=layer + 1, rows=rows)

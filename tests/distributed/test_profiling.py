@@ -49,6 +49,8 @@ def test_a_run_measures_plans_and_can_be_repeated_from_its_profile(tmp_path: Pat
     assert all(time(16) > 0 for time in convolution.forward_seconds.values())
     assert all(tier.optimizer_seconds > 0 for tier in profile.tiers.values())
     assert profile.tiers["cloud"].overhead_seconds > 0, "the training loop takes time"
+    assert 0 < profile.dealing_seconds.fixed < 60
+    assert 0 < profile.dealing_seconds.per_sample < 1
 
     for reports, overlap in ((measured, True), (repeated, False)):
         schedule = Schedule.from_dict(reports[0]["schedule"])

@@ -82,4 +82,8 @@ def random_profile(
             )
             for between in order
         ),
+        dealing_seconds=p.AffineTime(
+            fixed=float(r.choice([0.0, 1.0]) * r.uniform(0, 5e-3)),
+            per_sample=float(r.choice([0.0, 1.0]) * r.uniform(0, 1e-4)),
+        ),
     )

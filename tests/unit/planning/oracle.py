@@ -93,7 +93,17 @@ class Costs:
         if self.o != d:
             sizes[d, self.o] = b[self.o] * q + total * self.p.target_bytes_per_sample
         seconds = self.together(sizes)
-        return {k: seconds.get((d, k), 0.0 * total) for k in (self.o, *self.workers)}, sizes
+        for way in seconds:
+            seconds[way] = seconds[way] + b[way[1]] * self.p.dealing_seconds.per_sample
+        return {
+            k: self.packed(b) if k == d else seconds.get((d, k), 0.0 * total)
+            for k in (self.o, *self.workers)
+        }, sizes
+
+    def packed(self, b):
+        """What the data tier does for others before it begins with its own samples."""
+        others = sum(b.values()) - b[self.p.data_tier]
+        return others * self.p.dealing_seconds.per_sample
 
     def stages(self, b):
         """(first layer, last layer, samples) of the owner between arrivals, shallowest first."""
@@ -110,16 +120,20 @@ class Costs:
     def overhead(self, tier):
         return self.p.tiers[tier].overhead_seconds
 
+    def lead(self, tier):
+        own = self.overhead(tier)
+        return own if tier == self.p.data_tier else max(own, self.p.dealing_seconds.fixed)
+
     def plain(self, b):
         o, total = self.o, sum(b.values())
         inputs, _ = self.inputs(b)
         stages = self.stages(b)
-        time = inputs[o] + self.overhead(o)
+        time = inputs[o] + self.lead(o)
         for k, (first, last, rows) in zip(self.workers, stages, strict=False):
             size = b[k] * self.output(k)
             ratio, pack, _ = self.figure(k, k)
             _, _, unpack = self.figure(k, o)
-            arrival = inputs[k] + self.overhead(k)
+            arrival = inputs[k] + self.lead(k)
             arrival = arrival + self.run(k, 1, self.cuts[k], "forward", b[k]) + size * pack
             arrival = arrival + self.latency(k, o) + size * ratio / self.rate(k, o) + size * unpack
             time = np.maximum(time + self.run(o, first, last, "forward", rows), arrival)
@@ -165,13 +179,13 @@ class Costs:
         o, c = self.o, self.c
         total = sum(b.values())
         stages = self.stages(b)
-        time = 0.0 * total + self.overhead(o)
+        time = self.lead(o) + self.packed(b) * (o == self.p.data_tier)
         for k, (first, last, rows) in zip(self.workers, stages, strict=False):
             part = b[k] / c
             size = part * self.output(k)
             ratio, pack, _ = self.figure(k, k)
             _, _, unpack = self.figure(k, o)
-            clock, wire = 0.0 * total + self.overhead(k), 0.0 * total
+            clock, wire = 0.0 * total + self.lead(k), 0.0 * total
             for chunk in range(c):
                 for layer in range(1, self.cuts[k] + 1):
                     if chunk == 0:
@@ -180,6 +194,7 @@ class Costs:
                 clock = clock + size * pack
                 wire = np.maximum(wire, clock) + size * ratio / self.rate(k, o)
             arrival = wire + self.latency(k, o) + size * unpack
+            arrival = arrival + self.packed(b) * (k == self.p.data_tier)
             time = np.maximum(time + self.run(o, first, last, "forward", rows), arrival)
         first, last, rows = stages[-1]
         forward = time + self.run(o, first, last, "forward", rows)
@@ -206,7 +221,7 @@ class Costs:
         return np.maximum(step, self.busiest(b))
 
     def busiest(self, b):
-        o, c = self.o, self.c
+        o, c, d = self.o, self.c, self.p.data_tier
         total = sum(b.values())
         loss, optimizer = self.constant(total)
         busy = {name: 0.0 * total for name in self.p.tiers}
@@ -216,6 +231,9 @@ class Costs:
         busy[o] = busy[o] + loss + optimizer
         for tier in (o, *self.workers):
             busy[tier] = busy[tier] + self.overhead(tier)
+        if d not in (o, *self.workers):
+            busy[d] = busy[d] + self.p.dealing_seconds.fixed
+        busy[d] = busy[d] + self.packed(b)
         load = {}
 
         def send(source, target, size):

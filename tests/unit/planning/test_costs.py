@@ -113,6 +113,37 @@ def test_overhead_comes_before_the_first_layer() -> None:
     assert overlapped.busy_seconds["cloud"] == 0.0
 
 
+def test_all_tiers_wait_until_the_mini_batch_is_dealt_out() -> None:
+    tiers = {"device": 0.5, "edge": 0.07, "cloud": 9.0}
+    profile = example()
+    profile = replace(
+        profile,
+        tiers={t: replace(profile.tiers[t], overhead_seconds=s) for t, s in tiers.items()},
+        dealing_seconds=AffineTime(fixed=0.4, per_sample=0.01),
+    )
+    rest = {"edge": Share(num_layers=2, num_samples=8), "cloud": Share(num_layers=0, num_samples=0)}
+    with_own = Schedule(owner="edge", shares={"device": Share(num_layers=1, num_samples=2), **rest})
+    bare = Schedule(
+        owner="edge",
+        shares={
+            "device": Share(num_layers=0, num_samples=0),
+            "edge": Share(num_layers=2, num_samples=10),
+            "cloud": Share(num_layers=0, num_samples=0),
+        },
+    )
+    for schedule, samples, device in ((with_own, 8, 0.5), (bare, 10, 0.4)):
+        plain, overlapped = predict(profile, schedule, overlap=False), predict(profile, schedule)
+        undealt = replace(profile, dealing_seconds=AffineTime(fixed=0.0, per_sample=0.0))
+        before = predict(undealt, schedule, overlap=False)
+        # The owner's own loop goes on meanwhile; the data tier's includes the dealing.
+        assert plain.overhead_seconds == overlapped.overhead_seconds == 0.4
+        assert plain.input_seconds == pytest.approx(before.input_seconds + 0.01 * samples)
+        for prediction in (plain, overlapped):
+            busy = prediction.busy_seconds["device"]
+            computing = 0.0 if schedule is bare else before.busy_seconds["device"] - 0.5
+            assert busy == pytest.approx(computing + device + 0.01 * samples)
+
+
 def test_chunks_pay_the_fixed_times_again_and_hide_the_sending() -> None:
     step = predict(example(), replace(TWO, num_chunks=2), overlap=True)
     assert step.forward_seconds == pytest.approx(0.2 + 2 * 0.3 + 0.01 + 0.1 + 0.3)

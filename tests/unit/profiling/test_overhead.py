@@ -53,6 +53,18 @@ def test_elsewhere_it_is_the_time_that_the_processor_needs(clocks: Clocks) -> No
     assert train(clocks, steps, processors=0.1).overhead_seconds(0.0) == pytest.approx(0.3)
 
 
+def test_dealing_is_what_lies_between_two_steps(clocks: Clocks) -> None:
+    clock = StepClock()
+    assert clock.dealing_seconds() == 0.0
+    for gap in (9.0, 0.2, 0.5, 0.3):  # the first one sets things up
+        clocks.run(2.0, 2.0)
+        clock.step_ended()
+        clocks.run(gap, 0.0)
+        with clock.between_steps():
+            clocks.run(5.0, 5.0)
+    assert clock.dealing_seconds() == pytest.approx(0.3)
+
+
 def test_one_step_is_better_than_none(clocks: Clocks) -> None:
     for steps, expected in itertools.zip_longest(([], [(0.5, 0.5)]), (0.0, 0.1)):
         assert train(clocks, steps, processors=1.0).overhead_seconds(0.4) == pytest.approx(expected)
