@@ -87,11 +87,8 @@ class MirroredCalls:
 
     def tell(self, tag: str, value: Any, *, at_once: bool = True) -> None:
         """Sends a value to all other tiers, at once or with what is sent next."""
-        for tier in self._network.topology.names:
-            if tier != self._network.tier:
-                self._network.send(tier, tag, value, control=None, at_once=False)
-        if at_once:
-            self._network.let_go()
+        others = [name for name in self._network.topology.names if name != self._network.tier]
+        self._network.send_to(others, tag, value, control=None, at_once=at_once)
 
     def tag(self, what: str) -> str:
         """Returns a tag that no other message has, the same on all tiers."""

@@ -211,6 +211,7 @@ class Session:
         """Announces the first mini-batch of a step; puts another schedule in force if need be."""
         assert self.chain is not None
         schedule, news = self._pending or self.schedule, None
+        changes = self._tell_changes()
         if self.is_data_tier:
             assert schedule is not None
             news = self.members.news(schedule)
@@ -218,7 +219,7 @@ class Session:
                 schedule = Schedule.from_dict(news["schedule"])
         heard = self.members.hear(self._dealing.announce(batch, schedule, self.chain, news))
         pending, self._pending = heard or self._pending, None
-        self._spread_changes()
+        self._receive_changes(changes)
         if pending is not None:
             self._switch(pending, optimizers, precision)
 
@@ -375,16 +376,27 @@ class Session:
         if self.is_data_tier:
             threading.Thread(target=self._feed.make_up_for, args=(lost,), daemon=True).start()
 
-    def _spread_changes(self) -> None:
-        """Gives the prefix workers the weights that hooks have changed since the update."""
-        if not self.weights_may_change or self._steps == 0:
-            return
-        assert self._owner is not None
-        assert self._prefix is not None
+    def _tell_changes(self) -> str | None:
+        """Tells the prefix workers which weights hooks have changed since the update.
+
+        Returns:
+            The message's tag, `None` if there is none.
+        """
+        workers = self.schedule.prefix_workers if self.schedule is not None else ()
+        if not (workers and self.weights_may_change and self._steps):
+            return None
         tag = self.calls.tag("changed weights")
         if self.is_owner:
-            self.calls.tell(tag, self._owner.edited())
-        else:
+            assert self._owner is not None
+            self.network.send_to(workers, tag, self._owner.edited(), control=None)
+        return tag
+
+    def _receive_changes(self, tag: str | None) -> None:
+        if tag is None:
+            return
+        assert self.schedule is not None
+        assert self._prefix is not None
+        if self.tier in self.schedule.prefix_workers:
             edited = self.network.receive(self.owner, tag, operation="receive changed weights")
             self._prefix.correct(edited)
 

@@ -121,9 +121,8 @@ class Collectives:
     ) -> Any:
         if self._network.tier != source:
             return self._receive(source, tag, operation, timeout_seconds)
-        for tier in self._order:
-            if tier != source:
-                self._network.send(tier, tag, value, control=None)
+        others = [tier for tier in self._order if tier != source]
+        self._network.send_to(others, tag, value, control=None)
         return value
 
     def _receive(self, tier: str, tag: str, operation: str, timeout_seconds: float | None) -> Any:

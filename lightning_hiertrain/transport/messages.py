@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_hiertrain.transport.membership import Membership
 from lightning_hiertrain.transport.observing import Observer
 from lightning_hiertrain.transport.peers import Peer, lost_error, timeout_error
 from lightning_hiertrain.transport.sockets import Channel
-from lightning_hiertrain.transport.wire import encode
+from lightning_hiertrain.transport.wire import Outgoing, encode
 
 MAX_QUEUED_BYTES = 256 << 20
 """How much may wait to be sent to one peer before `send` waits too."""
@@ -72,16 +72,39 @@ class Messages:
             PeerLostError: If the peer is gone.
             LinkTimeoutError: If too much waits to be sent already.
         """
+        self.send_to((peer,), tag, value, control=control, ahead=ahead, at_once=at_once)
+
+    def send_to(
+        self,
+        peers: Iterable[str],
+        tag: str,
+        value: Any = None,
+        *,
+        control: bool | None = False,
+        ahead: bool = False,
+        at_once: bool = True,
+    ) -> None:
+        """Sends a value to several peers, as `send` does to one; it is prepared once."""
         if tag.startswith("\0"):
             raise ValueError(f"the tag {tag!r} is reserved")
-        engine, state = self._running(), self._peer(peer)
-        if self.membership.spares(peer):
-            return
-        message = encode(tag, value)
+        message: Outgoing | None = None
+        for peer in peers:
+            state = self._peer(peer)
+            if not self.membership.spares(peer):
+                message = encode(tag, value) if message is None else message.again()
+                small = message.total_bytes <= SMALL_BYTES if control is None else control
+                channel = Channel.AHEAD if ahead else Channel.CONTROL if small else Channel.DATA
+                self._queue(state, tag, message, channel, holds_back=not at_once)
+        if at_once:
+            self.let_go()
+
+    def _queue(
+        self, state: Peer, tag: str, message: Outgoing, channel: Channel, *, holds_back: bool
+    ) -> None:
+        """Queues a message as soon as there is room for it."""
+        engine, peer = self._running(), state.name
         observer = self.observer
         started = perf_counter() if observer is not None else 0.0
-        small = message.total_bytes <= SMALL_BYTES if control is None else control
-        channel = Channel.AHEAD if ahead else Channel.CONTROL if small else Channel.DATA
         operation = f"send {tag}"
 
         def has_room() -> bool:
@@ -106,9 +129,7 @@ class Messages:
             if observer is not None:
                 observer.sent(peer, tag, message.total_bytes, started, perf_counter())
             engine.protocol.enqueue(state, message, channel)
-            self._holds_back |= not at_once
-        if at_once:
-            self.let_go()
+            self._holds_back |= holds_back
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -104,6 +104,10 @@ class Outgoing:
         self.total_bytes = sum(view.nbytes for view in self.views)
         self._rest = deque(self.views)
 
+    def again(self) -> Outgoing:
+        """Returns the same message for another peer."""
+        return Outgoing(head_bytes=self.head_bytes, views=self.views)
+
     def take(self, max_bytes: int) -> list[memoryview]:
         """Cuts off the next chunk, as views; empty at the end."""
         chunk: list[memoryview] = []
