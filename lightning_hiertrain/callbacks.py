@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hiertrain.partition.chain import LayerChain
+from lightning_hiertrain.partition.isolation import same_chance
 from lightning_hiertrain.partition.rows import (
     batch_leaves,
     num_samples,
@@ -90,7 +90,7 @@ class ProfilingCallback(Callback):
         self._seconds = seconds
         self._codecs = tuple(codecs)
         self._slices = 0
-        self._clock = StepClock()
+        self._clock = StepClock(torch.device("cpu"))
         self._profiler: LayerProfiler | None = None
         self._sandbox: Any = None
         self._example: Any = None
@@ -102,7 +102,7 @@ class ProfilingCallback(Callback):
         """Joins a trainer's callbacks, as the first one."""
         self.detach()
         self._trainer, self._slices, self.progress = trainer, 0, 0.0
-        self._clock = StepClock()
+        self._clock = StepClock(trainer.strategy.root_device)
         trainer.callbacks.insert(0, self)  # type: ignore[attr-defined]
 
     def detach(self) -> None:
@@ -118,7 +118,7 @@ class ProfilingCallback(Callback):
         """Measures for a while."""
         if self.progress < 1:
             # The user's random numbers are not ours to take.
-            with self._clock.between_steps(), isolate_rng():
+            with self._clock.between_steps(), same_chance():
                 self._measure(_strategy(trainer), batch)
 
     def _measure(self, strategy: Profiled, batch: Any) -> None:
@@ -145,7 +145,7 @@ class ProfilingCallback(Callback):
         """Ends the measuring with the first epoch at the latest."""
         if self._slices > 0 and self.progress < 1:
             self.progress = 1.0
-            with isolate_rng():
+            with same_chance():
                 self._finish(_strategy(trainer))
 
     def _start(self, strategy: Profiled, batch: Any) -> None:

@@ -117,7 +117,7 @@ class Dealing:
             evaluator: The tier that evaluates.
 
         Returns:
-            The batch, on that tier and the data tier, and its size.
+            The batch, on that tier as it has arrived and on the data tier, and its size.
         """
         tag = self._calls.tag("evaluation")
         if self._network.tier == self._data_tier:
@@ -133,5 +133,5 @@ class Dealing:
         )
         batch = message["batch"]
         if "leaves" in message:
-            batch = self._place(with_leaves(batch, [unpack(leaf) for leaf in message["leaves"]]))
+            batch = with_leaves(batch, [unpack(leaf) for leaf in message["leaves"]])
         return batch, message["weight"]

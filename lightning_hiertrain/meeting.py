@@ -21,6 +21,12 @@ from lightning_hiertrain.transport.network import Network
 TIER_VARIABLE = "HIERTRAIN_TIER"
 """Names the tier of a process where its rank does not."""
 
+_PRECISIONS = (
+    "the tiers compute in different precisions: {}; give every tier the same "
+    "`Trainer(precision=...)`. For '16-mixed' Lightning takes 'bf16-mixed' where there is no GPU: "
+    "pass that, or '32-true', on every tier"
+)
+
 _meetings = itertools.count()
 _open: Network | None = None
 """The links of this process: of several runs in one script the latest one's."""
@@ -92,13 +98,14 @@ def close_links() -> None:
 atexit.register(close_links)
 
 
-def meet(network: Network, settings: Settings, rank: int) -> tuple[str, ...]:
+def meet(network: Network, settings: Settings, rank: int, precision: str) -> tuple[str, ...]:
     """Waits until all tiers have answered, and makes sure that they mean the same run.
 
     Args:
         network: This tier's links.
         settings: What this tier was told; the others must have been told the same.
         rank: This process's global rank.
+        precision: What the Trainer computes in on this tier.
 
     Returns:
         The tier of each rank.
@@ -109,7 +116,7 @@ def meet(network: Network, settings: Settings, rank: int) -> tuple[str, ...]:
     """
     try:
         network.wait_for_peers()
-        told = {"rank": rank, **_shared(settings)}
+        told = {"rank": rank, "precision": precision, **_shared(settings)}
         return _agreed(settings.tiers, Collectives(network, settings.tiers).all_gather(told))
     except BaseException as error:
         tell(network, error)
@@ -153,6 +160,9 @@ def _agreed(tiers: Sequence[str], answers: Sequence[Mapping[str, Any]]) -> tuple
             f"the tiers {tuple(tiers)} have the ranks {ranks}; each needs a rank of its own: check "
             f"NODE_RANK and {TIER_VARIABLE} on each machine"
         )
+    precisions = {tier: x["precision"] for tier, x in zip(tiers, answers, strict=True)}
+    if len(set(precisions.values())) > 1:
+        raise MisconfigurationException(_PRECISIONS.format(precisions))
     for name, value in answers[0].items():
         for tier, answer in zip(tiers, answers, strict=True):
             if name != "rank" and answer.get(name) != value:

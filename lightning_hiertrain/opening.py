@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_hiertrain.checks import (
@@ -23,6 +22,7 @@ from lightning_hiertrain.checks import (
 from lightning_hiertrain.errors import LinkError, TraceError
 from lightning_hiertrain.meeting import tell
 from lightning_hiertrain.partition import LayerChain, trace_step
+from lightning_hiertrain.partition.isolation import same_chance
 from lightning_hiertrain.partition.rows import num_samples
 from lightning_hiertrain.planning import plan
 from lightning_hiertrain.profiles import Profile
@@ -121,7 +121,7 @@ def replan(
     if profile is not None and settings.schedule is None:
         for policy in dict.fromkeys((settings.policy, "hiertrain")):
             try:
-                with isolate_rng():
+                with same_chance():
                     chosen = replace(settings, policy=policy)
                     return _plan(session, profile, samples, chosen, _REPLANNING_SECONDS)
             except ValueError as error:
@@ -184,7 +184,7 @@ def _decided(session: Session, decide: Callable[[], Any]) -> Any:
     answer: dict[str, Any] = {}
     if session.is_data_tier:
         try:
-            with isolate_rng():
+            with same_chance():
                 answer = {"value": decide()}
         except ValueError as error:
             log.debug("refused", exc_info=True)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hiertrain.partition.calls import tensors_in
+from lightning_hiertrain.partition.isolation import same_chance
 
 _OF_TORCH = vars(torch.nn.Module()).keys()
 _CHANGEABLE = (list, dict, set, deque, Tensor)
@@ -64,7 +64,7 @@ class Sandbox:
         loggers, stops = self._trainer._loggers, self._trainer.should_stop
         self._trainer._loggers = [DummyLogger() for _ in loggers]
         try:
-            with isolate_rng():
+            with same_chance():
                 yield
         finally:
             self._trainer._loggers = loggers

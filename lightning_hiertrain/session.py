@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
@@ -26,6 +25,7 @@ from lightning_hiertrain.mirror import Mirror, quietly
 from lightning_hiertrain.mirrored_calls import MirroredCalls
 from lightning_hiertrain.partition.chain import LayerChain
 from lightning_hiertrain.partition.rows import batch_leaves
+from lightning_hiertrain.placing import placed
 from lightning_hiertrain.profiles import Profile
 from lightning_hiertrain.schedule import Schedule, Share
 from lightning_hiertrain.transport.collectives import Collectives
@@ -223,7 +223,9 @@ class Session:
         if pending is not None:
             self._switch(pending, optimizers, precision)
 
-    def begin_evaluation_batch(self, batch: Any, weight: int | None) -> tuple[Any, int | None]:
+    def begin_evaluation_batch(
+        self, batch: Any, weight: int | None, dataloader_idx: int
+    ) -> tuple[Any, int | None]:
         """Brings a batch of validation, test or prediction to the tier that evaluates.
 
         Returns:
@@ -231,11 +233,12 @@ class Session:
         """
         self.settle()
         self.replicas.bring(self.evaluator)
-        return self._dealing.evaluate(batch, weight, self.evaluator)
+        batch, weight = self._dealing.evaluate(batch, weight, self.evaluator)
+        return self.placed(batch, dataloader_idx), weight
 
-    def placed(self, batch: Any) -> Any:
-        """Moves a batch to this tier's accelerator."""
-        return move_data_to_device(batch, self.module.device)
+    def placed(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Moves what has arrived of a batch to this tier's accelerator."""
+        return batch if self.is_data_tier else placed(batch, self.module, dataloader_idx)
 
     # Steps
 

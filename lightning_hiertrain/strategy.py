@@ -248,7 +248,9 @@ class HierTrainStrategy(TierStates):
         )
         if self._failed_process is not None:
             self._note_failed_process(*self._failed_process)
-        self._tier_of_rank = meet(self._network, self._settings, self.global_rank)
+        self._tier_of_rank = meet(
+            self._network, self._settings, self.global_rank, str(self.precision_plugin.precision)
+        )
         self._collectives = Collectives(
             self._network, self._tiers, collector=self._settings.data_tier
         )
@@ -284,7 +286,7 @@ class HierTrainStrategy(TierStates):
             super().batch_to_device, device=device, dataloader_idx=dataloader_idx
         )
         if not module.trainer.training:
-            return self._begin_evaluation(batch, move)
+            return self._begin_evaluation(batch, move, dataloader_idx)
         lookahead = self._lookahead
         assert lookahead is not None
         whole = lookahead.take(batch, move) if session.is_data_tier else None
@@ -306,11 +308,11 @@ class HierTrainStrategy(TierStates):
             return shown(mini_batch, session.chain, session.data_tier)
         return sized_token(batch, mini_batch.weight or mini_batch.num_samples)
 
-    def _begin_evaluation(self, batch: Any, move: Callable[[Any], Any]) -> Any:
+    def _begin_evaluation(self, batch: Any, move: Callable[[Any], Any], dataloader_idx: int) -> Any:
         session = self.session
         whole = move(batch) if session.is_data_tier else None
         weight = batch_size(whole) if session.is_data_tier else None
-        content, self._weight = session.begin_evaluation_batch(whole, weight)
+        content, self._weight = session.begin_evaluation_batch(whole, weight, dataloader_idx)
         if session.is_data_tier:
             return whole
         is_evaluator = session.tier == session.evaluator

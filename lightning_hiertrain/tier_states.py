@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch.optim import Optimizer
 
 from lightning_hiertrain.checkpoint_files import WholeFiles
+from lightning_hiertrain.execution.optimizers import with_own_kernels
 from lightning_hiertrain.tier_processes import TierProcesses
 
 log = logging.getLogger(__name__)
@@ -53,13 +55,34 @@ class TierStates(TierProcesses):
         return super().lightning_module_state_dict() if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the owner's optimizer state on rank 0 and nothing elsewhere."""
+        """Returns the owner's optimizer state on rank 0 and nothing elsewhere.
+
+        The precision plugin, whose own state Lightning writes next, gets the owner's as well: the
+        loss is scaled there.
+        """
         session, rank_zero = self.session, self._tier_of_rank[0]
         owner = session.replicas.owner
-        state = super().optimizer_state(optimizer) if session.tier == owner else None
-        if self._is_interrupted:
-            return state or {}
-        return session.replicas.move(state, owner, rank_zero) or {}
+        state: dict[str, Any] = super().optimizer_state(optimizer) if session.tier == owner else {}
+        if self._is_interrupted or owner == rank_zero:
+            return state
+        scaling = self.precision_plugin.state_dict()
+        moved = session.replicas.move((state, scaling), owner, rank_zero)
+        if moved is None:
+            return {}
+        state, scaling = moved
+        if scaling:
+            self.precision_plugin.load_state_dict(scaling)
+        return state
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the optimizers' states of a checkpoint, whatever tier they were made on."""
+        states = [
+            with_own_kernels(optimizer, state)
+            for optimizer, state in zip(
+                self.optimizers, checkpoint["optimizer_states"], strict=False
+            )
+        ]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
     @property
     def checkpoint_io(self) -> CheckpointIO:

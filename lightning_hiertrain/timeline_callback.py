@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_hiertrain.accelerators import synchronise
 from lightning_hiertrain.profiles import Profile
 from lightning_hiertrain.schedule import Schedule
 from lightning_hiertrain.session import Session
@@ -145,8 +146,7 @@ class TimelineCallback(Callback):
         near = {self._step, self._step + 1, self._step + 2}
         is_near = self._wanted is not None and not near.isdisjoint(self._wanted)
         if is_near and self._recorder is None:
-            on_cpu = module.device.type == "cpu"
-            self._recorder = Recorder(None if on_cpu else torch.accelerator.synchronize)
+            self._recorder = Recorder(functools.partial(synchronise, module.device))
         strategy.session.network.observer = self._recorder if is_near else None
 
     def _finish(self, trainer: Trainer) -> None:

@@ -10,6 +10,7 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
+from lightning_hiertrain.accelerators import seed_accelerators
 from lightning_hiertrain.partition.isolation import same_chance
 
 
@@ -24,7 +25,8 @@ def own_chance(seed: str) -> Iterator[None]:
     """
     number = int.from_bytes(blake2b(seed.encode(), digest_size=7).digest(), "big")
     with same_chance():
-        torch.manual_seed(number)
+        torch.default_generator.manual_seed(number)
+        seed_accelerators(number)
         np.random.seed(number % (1 << 32))
         random.seed(number)
         yield

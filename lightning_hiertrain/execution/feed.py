@@ -194,9 +194,8 @@ class Feed:
             batch = message["batch"]
             seen = [None if leaf is None else unpack(leaf) for leaf in message["leaves"]]
         assert seen is not None
-        device = batch_leaves(batch)[0].device
         copies = [None if leaf is None else leaf.clone() for leaf in seen]
-        return with_leaves(batch, filled(chain, copies, _length(rows), device))
+        return with_leaves(batch, filled(chain, copies, _length(rows), batch_leaves(batch)))
 
     def forget(self, index: int) -> None:
         """Drops the mini-batches up to one whose update has been made."""
@@ -288,7 +287,7 @@ class Feed:
         if not mini_batch.is_divided:
             return replace(mini_batch, batch=with_leaves(batch, [x for x in seen if x is not None]))
         own = _length(mini_batch.rows[self._network.tier])
-        leaves = filled(chain, seen, own, batch_leaves(batch)[0].device)
+        leaves = filled(chain, seen, own, batch_leaves(batch))
         return replace(mini_batch, batch=with_leaves(batch, leaves))
 
     def _seen(

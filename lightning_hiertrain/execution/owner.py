@@ -182,6 +182,7 @@ class Owner:
             mini_batch=replace(mini_batch, batch=None),
             step=step,
             seed=messages[0]["seed"],
+            drawn_on=messages[0]["device"],
             gradient=None,
         )
         if any(message["requires_grad"] for message in messages):

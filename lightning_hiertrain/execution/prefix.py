@@ -82,6 +82,7 @@ class PrefixWorker:
                         "activations": encode(activations, codec),
                         "requires_grad": activations.requires_grad,
                         "seed": self._seed,
+                        "device": activations.device.type,
                     }
             tag = f"{mini_batch.index}/activations/{number}"
             self._network.send(schedule.owner, tag, message)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_hiertrain.execution.optimizers import with_own_kernels
 from lightning_hiertrain.partition.chain import LayerChain
 from lightning_hiertrain.schedule import Schedule
 from lightning_hiertrain.transport.collectives import Collectives
@@ -139,7 +140,7 @@ class Replicas:
         moved = self.move(state, old, target)
         if moved is not None:
             for optimizer, value in zip(optimizers, moved["optimizers"], strict=True):
-                optimizer.load_state_dict(value)
+                optimizer.load_state_dict(with_own_kernels(optimizer, value))
             if moved["precision"]:
                 precision.load_state_dict(moved["precision"])
         elif self._network.tier == old:

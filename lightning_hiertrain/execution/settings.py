@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hiertrain.errors import HierTrainError
+from lightning_hiertrain.execution.optimizers import KERNELS
 
 
 class TrainedSettings:
@@ -65,6 +66,9 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in group.items()
-        if isinstance(value, bool | int | float)
-        or (isinstance(value, tuple) and all(isinstance(x, int | float) for x in value))
+        if key not in KERNELS
+        and (
+            isinstance(value, bool | int | float)
+            or (isinstance(value, tuple) and all(isinstance(x, int | float) for x in value))
+        )
     }

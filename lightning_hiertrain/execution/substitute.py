@@ -11,6 +11,7 @@ it computes from the prefix worker's own rows:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,14 @@ from lightning_hiertrain.execution.feed import MiniBatch
 from lightning_hiertrain.execution.running import chance_of, run_to_cut
 from lightning_hiertrain.partition.chain import LayerChain
 
+log = logging.getLogger(__name__)
+
+_OTHER_NUMBERS = (
+    "the layers that tier %r has left undone draw random numbers, which are others on a device of "
+    "kind %r than on one of kind %r: in this step the gradient of its samples is one with other "
+    "numbers (dropout masks) than their loss"
+)
+
 RowsOf = Callable[[str, MiniBatch], Any]
 """Returns the batch as a prefix worker would have seen it."""
 
@@ -39,6 +48,8 @@ class Passed:
     """The user's step."""
     seed: int
     """Of the worker's random numbers."""
+    drawn_on: str | None
+    """The kind of device that drew them, `None` if it has not come so far."""
     gradient: Tensor | None
     """At the cut; `None` if the activations do not matter for the loss."""
 
@@ -79,7 +90,7 @@ class Substitute:
     def activations(self, worker: str, mini_batch: MiniBatch, step: Callable[[Any], Any]) -> Tensor:
         """Returns the activations of a prefix worker's rows at its cut, as it would have."""
         seed = torch.initial_seed()
-        passed = Passed(mini_batch=mini_batch, step=step, seed=seed, gradient=None)
+        passed = Passed(mini_batch=mini_batch, step=step, seed=seed, drawn_on=None, gradient=None)
         return self._run(worker, passed)
 
     def gradients(self, worker: str, layer: int) -> dict[str, Tensor]:
@@ -128,6 +139,9 @@ class Substitute:
         depth = mini_batch.schedule.shares[worker].num_layers
         draws = self._chain.draws_random_numbers(depth)
         batch = self._rows_of(worker, mini_batch)
+        own = next((x.device.type for x in self._parameters.values()), passed.drawn_on)
+        if draws and passed.drawn_on not in (None, own):
+            log.warning(_OTHER_NUMBERS, worker, passed.drawn_on, own)
         pieces = []
         with self._in_place_of(worker):
             for number, rows in enumerate(chunks_of(mini_batch, worker, self._chain)):

@@ -26,6 +26,7 @@ from torchmetrics import Metric
 
 from lightning_hiertrain.mirror.metrics import METRIC_INTERNAL
 from lightning_hiertrain.mirror.values import Carrier, UnmirrorableError, placed
+from lightning_hiertrain.partition.calls import tensors_in
 
 log = logging.getLogger(__name__)
 
@@ -170,9 +171,9 @@ class Attributes:
                 continue
             values = vars(target)
             for key, value in entry["values"].items():
-                assign(values, key, placed(value, device))
+                assign(values, key, placed(value, _home(values.get(key), device)))
             for key, (length, items) in entry["grown"].items():
-                _extend(values, key, length, placed(items, device))
+                _extend(values, key, length, placed(items, _home(values.get(key), device)))
             for key in entry["deleted"]:
                 values.pop(key, None)
 
@@ -342,6 +343,11 @@ def _growth(value: list[Any], frozen: _FrozenList) -> list[Any] | None:
     if frozen.deep is not None and not all(map(_still, value, frozen.deep)):
         return None
     return value[len(old) :]
+
+
+def _home(current: Any, device: torch.device | None) -> torch.device | None:
+    """Returns where an attribute's tensors are on this tier: not all follow the module."""
+    return next((tensor.device for tensor in tensors_in(current)), device)
 
 
 def assign(values: dict[str, Any], key: str, value: Any) -> None:

@@ -10,21 +10,24 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_hiertrain.accelerators import random_states, set_random_states
+
 
 @contextmanager
 def same_chance() -> Iterator[None]:
-    """Restores the state of all random number generators (Python, NumPy, torch) at the end."""
+    """Restores the state of all random number generators at the end.
+
+    They are those of Python, NumPy and torch, on the CPU and on accelerators of any kind.
+    """
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    in_use = torch.cuda.is_initialized()
-    cuda = torch.cuda.get_rng_state_all() if in_use else []
+    accelerators = random_states()
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        set_random_states(accelerators)
 
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)

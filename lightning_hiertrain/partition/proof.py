@@ -203,7 +203,7 @@ class _Check:
             behind[depth] = counts
         first = min(self.workers)
         seen = owner_leaves(self.chain, batch_leaves(rows), first, self.own)
-        leaves = filled(self.chain, seen, self.own, batch_leaves(rows)[0].device)
+        leaves = filled(self.chain, seen, self.own, batch_leaves(rows))
         passage = Passage(
             self.chain,
             leaves,
@@ -222,7 +222,7 @@ class _Check:
         deepest = max(self.workers)
         part = slice(self.own, total)
         seen = prefix_leaves(self.chain, batch_leaves(rows), deepest, part)
-        leaves = filled(self.chain, seen, total - self.own, batch_leaves(rows)[0].device)
+        leaves = filled(self.chain, seen, total - self.own, batch_leaves(rows))
         starts = dict(
             zip(self.workers, itertools.accumulate(self.workers.values(), initial=0), strict=False)
         )
@@ -296,8 +296,8 @@ def _digest(gradient: Tensor) -> Tensor:
 
 
 def _weights(like: Tensor) -> Tensor:
-    numbers = torch.arange(1, like.numel() + 1, device=like.device, dtype=torch.float64)
-    return numbers.cos().to(like.dtype)
+    # On the CPU first: not every accelerator knows float64.
+    return torch.arange(1, like.numel() + 1, dtype=torch.float64).cos().to(like)
 
 
 def _weighted_sum(value: Tensor) -> Tensor:

@@ -64,15 +64,22 @@ def filled(
     chain: LayerChain,
     seen: Sequence[Tensor | None],
     num_rows: int,
-    device: torch.device | str = "cpu",
+    like: Sequence[Tensor],
 ) -> list[Tensor]:
-    """Puts placeholders, of one row at least, for missing leaves: code may look at their shapes."""
+    """Puts placeholders, of one row at least, for missing leaves: code may look at their shapes.
+
+    Args:
+        chain: The step's chain.
+        seen: What `owner_leaves` or `prefix_leaves` returned.
+        num_rows: Rows of the placeholders.
+        like: The batch's tensors, on whose devices they are.
+    """
     leaves = []
-    for leaf, shape in zip(seen, chain.leaf_shapes, strict=True):
+    for leaf, shape, known in zip(seen, chain.leaf_shapes, like, strict=True):
         if leaf is None:
             assert shape is not None
             dtype = getattr(torch, shape.dtype)
             # With memory of its own: the step may change it in place.
-            leaf = torch.zeros(shape.of(max(num_rows, 1)), dtype=dtype, device=device)
+            leaf = torch.zeros(shape.of(max(num_rows, 1)), dtype=dtype, device=known.device)
         leaves.append(leaf)
     return leaves

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_hiertrain.accelerators import synchronise
 from lightning_hiertrain.partition import LayerChain, Passage
 from lightning_hiertrain.partition.calls import tensors_in
 from lightning_hiertrain.partition.isolation import same_chance
@@ -135,11 +136,11 @@ def _time_codec(crossing: Sequence[Crossing], codec: str, share: float) -> Codec
         while len(tries) <= _FEWEST_REPETITIONS or (
             perf_counter() < deadline and len(tries) < _MOST_REPETITIONS
         ):
-            start = perf_counter()
+            start = _now(tensor.device)
             content = encode(tensor, name, stochastic=is_gradient)
-            middle = perf_counter()
+            middle = _now(tensor.device)
             decode(content).to(tensor.device)
-            tries.append((middle - start, perf_counter() - middle))
+            tries.append((middle - start, _now(tensor.device) - middle))
         packing += median(seconds for seconds, _ in tries[1:])
         unpacking += median(seconds for _, seconds in tries[1:])
         raw += tensor.nbytes
@@ -149,6 +150,11 @@ def _time_codec(crossing: Sequence[Crossing], codec: str, share: float) -> Codec
         decode_seconds_per_byte=unpacking / max(raw, 1),
         bytes_ratio=packed / raw if raw else 1.0,
     )
+
+
+def _now(device: torch.device) -> float:
+    synchronise(device)
+    return perf_counter()
 
 
 def accuracy_losses(

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_hiertrain.accelerators import synchronise
 from lightning_hiertrain.partition import LayerChain
 from lightning_hiertrain.partition.isolation import same_chance
 from lightning_hiertrain.partition.rows import (
@@ -247,15 +248,11 @@ class LayerProfiler:
             return
         for gradient in gradients:
             gradient.zero_()  # takes the same time and leaves the weights where they are
-        self._synchronize()
+        synchronise(self._device)
         start = perf_counter()
         self._optimizer.step()
-        self._synchronize()
+        synchronise(self._device)
         self._optimizer_steps.append(perf_counter() - start)
-
-    def _synchronize(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
 
     def _measured_counts(self) -> tuple[int, ...]:
         """Returns the counts to fit to; while still climbing, all that were seen."""

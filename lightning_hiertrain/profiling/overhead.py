@@ -8,6 +8,10 @@ from statistics import median
 from time import perf_counter, process_time, thread_time
 from typing import Any, TypeVar
 
+import torch
+
+from lightning_hiertrain.accelerators import synchronise
+
 Value = TypeVar("Value")
 _WHILE_SECONDS = 0.05
 
@@ -19,13 +23,18 @@ class StepClock:
     is what a step takes beyond its layers. The other tiers only keep up with the training loop:
     their overhead is the processor time that they need for it, in seconds of a clock. The two
     differ where a tier gets a part of a processor; how great that is shows in work that waits for
-    nothing else.
+    nothing else. Layers on an accelerator wait for that: there a whole processor is taken for
+    granted.
 
     A part of the data tier's overhead is what lies between two steps: the dataloader, hooks, and
     dealing out the next mini-batch. The other tiers cannot begin before it is over.
+
+    Args:
+        device: Where the layers run; it is waited for before the clock is read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._steps: list[tuple[float, float]] = []
         """Seconds and processor seconds of each step."""
         self._worked = self._worked_processor = 0.0
@@ -36,15 +45,18 @@ class StepClock:
     @contextmanager
     def between_steps(self) -> Iterator[None]:
         """What happens inside is no part of a step."""
+        synchronise(self._device)
         if self._ended is not None:
             self._gaps.append(perf_counter() - self._ended)
         if self._left is not None:
             self._steps.append((perf_counter() - self._left[0], process_time() - self._left[1]))
         yield
+        synchronise(self._device)
         self._left = perf_counter(), process_time()
 
     def step_ended(self) -> None:
         """Notes that a step is over and the next one has not begun."""
+        synchronise(self._device)
         self._ended = perf_counter()
 
     @contextmanager
@@ -68,7 +80,9 @@ class StepClock:
             return 0.0
         if computed_seconds > 0:
             return max(median(seconds for seconds, _ in steps) - computed_seconds, 0.0)
-        stretch = self._worked / self._worked_processor if self._worked_processor else 1.0
+        stretch = 1.0
+        if self._worked_processor and self._device.type == "cpu":
+            stretch = self._worked / self._worked_processor
         return median(processor for _, processor in steps) * max(stretch, 1.0)
 
     def dealing_seconds(self) -> float:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hiertrain.accelerators import synchronise
 from lightning_hiertrain.partition import LayerChain, Passage
 from lightning_hiertrain.partition.calls import tensors_in
 from lightning_hiertrain.partition.rows import batch_leaves
@@ -58,7 +59,7 @@ def time_step(
         step: Returns the loss as its first tensor that requires a gradient.
         batch: Its rows are the step's own to change.
         num_samples: Rows in the batch.
-        device: Where the layers run; anything but a CPU is waited for before the clock is read.
+        device: Where the layers run; it is waited for before the clock is read.
     """
     count = len(chain)
     forward: list[float] = []
@@ -66,8 +67,7 @@ def time_step(
     needs_gradient = [False] * count
 
     def now() -> float:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        synchronise(device)
         return perf_counter()
 
     def note_gradient(layer: int, _: Tensor) -> None:

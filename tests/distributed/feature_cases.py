@@ -182,7 +182,7 @@ class Swapped(Net):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         for average, parameter in zip(self.average, self.parameters(), strict=True):
-            average.lerp_(parameter.detach(), 0.3)
+            average.lerp_(parameter.detach().to(average.device), 0.3)
 
     def _swap(self) -> None:
         for average, parameter in zip(self.average, self.parameters(), strict=True):

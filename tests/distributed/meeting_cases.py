@@ -17,7 +17,7 @@ def send_and_end(megabytes: int) -> int | None:
     network = open_links(
         settings, rank=rank, is_one_machine=True, main_port=int(os.environ["MASTER_PORT"])
     )
-    meet(network, settings, rank)
+    meet(network, settings, rank, "32-true")
     if rank == 0:
         network.send("edge", "weights", torch.ones(megabytes << 20, dtype=torch.uint8))
         return None

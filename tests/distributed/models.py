@@ -122,7 +122,7 @@ class Transformer(Trained):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.position
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.size(1))
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.size(1), device=tokens.device)
         for block in self.blocks:
             x = block(x, src_mask=mask)
         return F.linear(self.norm(x), self.embedding.weight)

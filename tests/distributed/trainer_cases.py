@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_hiertrain import HierTrainStrategy, Schedule
-from tests.distributed.feature_cases import BATCH, Net, fit_project, loader, samples
+from tests.distributed.feature_cases import BATCH, Net, Norms, fit_project, loader, samples
 
 
 class Ahead(Net):
@@ -126,9 +127,9 @@ class Skipping(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         if batch_idx == 1:
             return None
-        if self.table is None:
-            self.table = torch.arange(10, dtype=torch.double).div(100).sin()
         x, y = batch
+        if self.table is None:
+            self.table = torch.arange(10, dtype=torch.double, device=x.device).div(100).sin()
         loss: Tensor = super().training_step((x + self.table, y), batch_idx)
         if self.current_epoch == 1:
             loss = loss * float("inf")
@@ -323,6 +324,11 @@ PROJECTS: dict[str, Any] = {
         {"max_epochs": 2, "callbacks": [EMAWeightAveraging(decay=0.8)]},
         [loader(), loader(2, 20)],
     ),
+    "loss scaled for 16 bits": lambda: (
+        Single(),
+        {"precision": None, "plugins": [scaling()], "max_epochs": 2, "callbacks": [Scales()]},
+        [loader(), loader(2, 20)],
+    ),
     **{
         f"precision {precision}": lambda precision=precision: (
             Single(),
@@ -332,6 +338,20 @@ PROJECTS: dict[str, Any] = {
         for precision in ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
     },
 }
+
+
+def scaling() -> MixedPrecision:
+    """Scales the loss as it is scaled on a GPU, by a factor that soon changes."""
+    scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+    return MixedPrecision("16-mixed", "cpu", scaler=scaler)
+
+
+class Scales(Norms):
+    """Notes the factor that a checkpoint of rank 0 would hold."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        saved = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        self.norms.append(trainer.strategy.broadcast(saved["MixedPrecision"]["scale"]))
 
 
 def run(

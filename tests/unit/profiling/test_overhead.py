@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 
 from lightning_hiertrain.profiling import overhead
 from lightning_hiertrain.profiling.overhead import StepClock
@@ -29,9 +30,15 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
     return Clocks(monkeypatch)
 
 
-def train(clocks: Clocks, steps: list[tuple[float, float]], *, processors: float) -> StepClock:
+def train(
+    clocks: Clocks,
+    steps: list[tuple[float, float]],
+    *,
+    processors: float,
+    device: str = "cpu",
+) -> StepClock:
     """Steps between slices of measuring, on a tier with a part of a processor."""
-    clock = StepClock()
+    clock = StepClock(torch.device(device))
     for step in [*steps, (0.0, 0.0)]:
         with clock.between_steps():
             with clock.working():
@@ -54,7 +61,7 @@ def test_elsewhere_it_is_the_time_that_the_processor_needs(clocks: Clocks) -> No
 
 
 def test_dealing_is_what_lies_between_two_steps(clocks: Clocks) -> None:
-    clock = StepClock()
+    clock = StepClock(torch.device("cpu"))
     assert clock.dealing_seconds() == 0.0
     for gap in (9.0, 0.2, 0.5, 0.3):  # the first one sets things up
         clocks.run(2.0, 2.0)
@@ -63,6 +70,12 @@ def test_dealing_is_what_lies_between_two_steps(clocks: Clocks) -> None:
         with clock.between_steps():
             clocks.run(5.0, 5.0)
     assert clock.dealing_seconds() == pytest.approx(0.3)
+
+
+def test_measuring_on_an_accelerator_says_nothing_of_the_processor(clocks: Clocks) -> None:
+    steps = [(9.0, 9.0), (2.0, 0.02), (3.0, 0.03), (4.0, 0.04)]
+    clock = train(clocks, steps, processors=0.1, device="meta")  # any but the CPU
+    assert clock.overhead_seconds(0.0) == pytest.approx(0.03)
 
 
 def test_one_step_is_better_than_none(clocks: Clocks) -> None:
