@@ -73,18 +73,20 @@ class Members:
         return {"lost": spared, "schedule": None if new is None else new.to_dict()}
 
     def hear(self, news: dict[str, Any] | None) -> Schedule | None:
-        """Takes in what `news` returned on the data tier.
+        """Takes in what `news` returned on the data tier, or another one who had some.
 
         Returns:
             The schedule to put in force, `None` if the other one stays.
         """
         if news is None:
             return None
-        self.lost = news["lost"]
+        if news["lost"] is not None:
+            self.lost = news["lost"]
         if news["schedule"] is None:
             return None
         schedule = Schedule.from_dict(news["schedule"])
-        log.warning("the schedule is now\n%s", schedule.grid())
+        level = logging.WARNING if news["lost"] is not None else logging.INFO
+        log.log(level, "the schedule is now\n%s", schedule.grid())
         return schedule
 
     def _notice(self, tier: str) -> None:

@@ -6,6 +6,7 @@ Both are decided on the data tier and broadcast.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_hiertrain.checks import (
     check_schedule,
     check_targets,
 )
+from lightning_hiertrain.drift import DriftWatch
 from lightning_hiertrain.errors import LinkError, TraceError
 from lightning_hiertrain.meeting import tell
 from lightning_hiertrain.partition import LayerChain, trace_step
@@ -89,6 +91,7 @@ def open_run(
     session.use_chain(chain)
     if profile is not None:
         session.expect_rates(profile)
+        watch_drift(session, profile, settings)
     session.adopt(schedule)
 
 
@@ -100,8 +103,45 @@ def plan_and_adopt(session: Session, profile: Profile, settings: Settings) -> No
     schedule = _decided(session, lambda: _plan(session, profile, samples, settings))
     seconds = schedule.predicted_seconds  # unknown if one tier is left
     predicted = "" if seconds is None else f", predicted step {seconds:.4g} s"
+    watch_drift(session, profile, settings)
     rank_zero_info(f"HierTrain: schedule by policy {settings.policy}{predicted}\n{schedule.grid()}")
     session.adopt(schedule)
+
+
+def watch_drift(session: Session, profile: Profile, settings: Settings) -> None:
+    """Begins to watch for what differs from a profile; all tiers call this together.
+
+    Not if the user wants none of it, has given a schedule, or has chosen a policy that leaves no
+    choice.
+
+    Args:
+        session: This tier's part in the run.
+        profile: What was given or measured.
+        settings: What the user asked for.
+    """
+    least_saving = settings.replan_when
+    if least_saving is None or settings.schedule is not None or settings.policy.startswith("all-"):
+        return
+
+    def plan_again(drifted: Profile) -> Schedule:
+        assert session.mini_batch is not None
+        samples = session.mini_batch.schedule.batch_size
+        return _plan(session, drifted, samples, settings, _REPLANNING_SECONDS)
+
+    def steps_left() -> float:
+        trainer = session.module.trainer
+        return trainer.max_steps - trainer.global_step if trainer.max_steps > 0 else math.inf
+
+    session.watch = DriftWatch(
+        session.network,
+        session.data_tier,
+        profile,
+        plan=plan_again,
+        overlap=settings.overlap,
+        least_saving=least_saving,
+        steps_left=steps_left,
+        believe=session.expect_rates,
+    )
 
 
 def replan(
@@ -118,6 +158,7 @@ def replan(
         old: The schedule that names a tier which has died.
     """
     left, samples = session.members.left, old.batch_size
+    profile = session.watch.believed or profile
     if profile is not None and settings.schedule is None:
         for policy in dict.fromkeys((settings.policy, "hiertrain")):
             try:

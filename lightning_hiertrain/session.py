@@ -7,9 +7,7 @@ What a tier does in each depends on its role in the schedule in force.
 from __future__ import annotations
 
 import logging
-import statistics
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +16,7 @@ from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 
 from lightning_hiertrain.dealing import Dealing
+from lightning_hiertrain.drift import DriftWatch, NoWatch
 from lightning_hiertrain.execution import DealtBatch, Feed, MiniBatch, Owner, PrefixWorker, Replicas
 from lightning_hiertrain.execution.settings import TrainedSettings
 from lightning_hiertrain.members import Members, Replan
@@ -28,13 +27,13 @@ from lightning_hiertrain.partition.rows import batch_leaves
 from lightning_hiertrain.placing import placed
 from lightning_hiertrain.profiles import Profile
 from lightning_hiertrain.schedule import Schedule, Share
+from lightning_hiertrain.step_times import StepTimes
 from lightning_hiertrain.transport.collectives import Collectives
 from lightning_hiertrain.transport.network import Network
 from lightning_hiertrain.transport.observing import Doing
 
 log = logging.getLogger(__name__)
 
-_WARM_UP_STEPS = 2
 _SEVERAL_CLOSURES = (
     "the optimizer evaluates the training step several times in one update, which "
     "`HierTrainStrategy` cannot divide; use one that evaluates it once, such as SGD or Adam"
@@ -95,10 +94,9 @@ class Session:
         self._optimizers: list[Optimizer] = []
         self.weights_may_change = False
         """Whether hooks may change weights between steps."""
-        self._step_started = 0.0
-        self._step_seconds: list[float] = []
-        self._steps = 0
-        """Updates under the schedule in force."""
+        self._times = StepTimes()
+        self.watch: DriftWatch | NoWatch = NoWatch()
+        """Who notices that tiers or links have changed and plans anew."""
 
     @property
     def tier(self) -> str:
@@ -135,8 +133,7 @@ class Session:
     @property
     def measured_step_seconds(self) -> float | None:
         """Median time of a step under the schedule in force, without the first few."""
-        steps = self._step_seconds[_WARM_UP_STEPS:] or self._step_seconds
-        return statistics.median(steps) if steps else None
+        return self._times.median_seconds
 
     # Batches
 
@@ -194,7 +191,7 @@ class Session:
         self._optimizers = optimizers
         with self.network.together():
             if self._at_boundary:
-                self._step_started = time.perf_counter()
+                self._times.begin()
                 self._begin_step(batch, optimizers, precision)
             else:
                 self._dealing.announce(batch, self.schedule, self.chain, None)
@@ -203,7 +200,9 @@ class Session:
             assert self.schedule is not None
             ahead = next_batch if self._overlap else _none
             self.mini_batch = self._dealing.deal(batch, self.schedule, self.chain, ahead)
-        return self.mini_batch
+        dealt = self.mini_batch
+        self.watch.batch_dealt(dealt.num_samples, is_divided=dealt.is_divided)
+        return dealt
 
     def _begin_step(
         self, batch: DealtBatch | None, optimizers: list[Optimizer], precision: Any
@@ -215,9 +214,13 @@ class Session:
         if self.is_data_tier:
             assert schedule is not None
             news = self.members.news(schedule)
+            if news is None and self._pending is None:
+                news = self.watch.news()
             if news is not None and news["schedule"] is not None:
                 schedule = Schedule.from_dict(news["schedule"])
-        heard = self.members.hear(self._dealing.announce(batch, schedule, self.chain, news))
+        news = self._dealing.announce(batch, schedule, self.chain, news)
+        heard = self.members.hear(news)
+        self.watch.hear(news)
         pending, self._pending = heard or self._pending, None
         self._receive_changes(changes)
         if pending is not None:
@@ -231,6 +234,7 @@ class Session:
         Returns:
             The batch, on that tier and the data tier, and its size by Lightning's rules.
         """
+        self.watch.disturb()
         self.settle()
         self.replicas.bring(self.evaluator)
         batch, weight = self._dealing.evaluate(batch, weight, self.evaluator)
@@ -340,8 +344,8 @@ class Session:
         self._feed.forget(index)
         self.replicas.stepped(self.schedule, self.chain)
         self._at_boundary = True
-        self._steps += 1
-        self._step_seconds.append(time.perf_counter() - self._step_started)
+        self._times.end()
+        self.watch.step_ended()
         return result
 
     def accumulate(self, accumulates: bool) -> None:
@@ -357,6 +361,7 @@ class Session:
 
     def bring_weights(self, *tiers: str) -> None:
         """Gives tiers the newest weights and buffers; all tiers call this together."""
+        self.watch.disturb()
         self.settle()
         if self.weights_may_change:
             self.replicas.trust_owner_only()
@@ -372,6 +377,11 @@ class Session:
         self.bring_weights_everywhere()
         self.calls.spread_attributes(self.owner)
 
+    def close(self) -> None:
+        """Takes back changes to the user's objects and ends what runs beside training."""
+        self.mirror.close()
+        self.watch.close()
+
     # Inside
 
     def _make_up_for(self, lost: str) -> None:
@@ -386,7 +396,7 @@ class Session:
             The message's tag, `None` if there is none.
         """
         workers = self.schedule.prefix_workers if self.schedule is not None else ()
-        if not (workers and self.weights_may_change and self._steps):
+        if not (workers and self.weights_may_change and self._times.count):
             return None
         tag = self.calls.tag("changed weights")
         if self.is_owner:
@@ -440,8 +450,8 @@ class Session:
         self.replicas.move_ownership(new, optimizers, precision)
         self.members.need(new)
         self.schedule = schedule
-        self._step_seconds.clear()
-        self._steps = 0
+        self._times.clear()
+        self.watch.switched(schedule)
         for parameter in self.module.parameters():
             parameter.grad = None
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_hiertrain.planning import POLICIES
 from lightning_hiertrain.planning.codecs import candidates
@@ -37,6 +38,29 @@ class Settings:
     timeout_seconds: float
     silence_seconds: float
     on_tier_lost: str
+    replan_when: float | None = 0.1
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        schedule: Schedule | str | Path | None,
+        profile: Profile | str | Path | None,
+        topology: Topology | str | Path | None,
+        compression: bool | str | Sequence[str],
+        **others: Any,
+    ) -> Settings:
+        """Returns what the arguments of the strategy say; files are read."""
+        if not isinstance(compression, bool):
+            compression = (compression,) if isinstance(compression, str) else tuple(compression)
+        return cls(
+            schedule=Schedule.from_json(schedule) if isinstance(schedule, str | Path) else schedule,
+            profile=Profile.from_json(profile) if isinstance(profile, str | Path) else profile,
+            topology=Topology.from_json(topology) if isinstance(topology, str | Path) else topology,
+            keys_folder=Path(topology).parent if isinstance(topology, str | Path) else None,
+            compression=compression,
+            **others,
+        )
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -53,6 +77,11 @@ class Settings:
             value = getattr(self, name)
             if not value > 0:
                 raise ValueError(f"`{name}` must be above 0, got {value!r}")
+        if self.replan_when is not None and not 0 <= self.replan_when < 1:
+            raise ValueError(
+                "`replan_when` is the part of a step that a new schedule must save, from 0 to "
+                f"below 1, or None for never; got {self.replan_when!r}"
+            )
         if self.on_tier_lost not in ("continue", "stop"):
             raise ValueError(
                 f"`on_tier_lost` must be 'continue' or 'stop', got {self.on_tier_lost!r}"

@@ -82,6 +82,9 @@ class HierTrainStrategy(TierStates):
         silence_seconds: After how long without a sign of life a tier counts as lost.
         on_tier_lost: What happens when a tier dies that is neither the owner nor the data tier nor
             the one that writes checkpoints: training goes on without it, or stops with an error.
+        replan_when: Which part of a step a new schedule must save for the run to switch to it once
+            a tier's speed or a link's bandwidth has drifted; `None` for never. A run with a given
+            `schedule` keeps it in any case.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
@@ -114,6 +117,7 @@ class HierTrainStrategy(TierStates):
         timeout_seconds: float = 120.0,
         silence_seconds: float = 10.0,
         on_tier_lost: Literal["continue", "stop"] = "continue",
+        replan_when: float | None = 0.1,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -127,21 +131,16 @@ class HierTrainStrategy(TierStates):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._settings = Settings(
+        self._settings = Settings.of(
             tiers=tuple(tiers),
             data_tier=data_tier,
-            schedule=Schedule.from_json(schedule) if isinstance(schedule, str | Path) else schedule,
-            profile=Profile.from_json(profile) if isinstance(profile, str | Path) else profile,
+            schedule=schedule,
+            profile=profile,
             policy=policy,
-            topology=Topology.from_json(topology) if isinstance(topology, str | Path) else topology,
-            keys_folder=Path(topology).parent if isinstance(topology, str | Path) else None,
+            topology=topology,
             private_key=private_key,
             overlap=overlap,
-            compression=compression
-            if isinstance(compression, bool)
-            else (compression,)
-            if isinstance(compression, str)
-            else tuple(compression),
+            compression=compression,
             accuracy_loss_limit=accuracy_loss_limit,
             keep_inputs_on_data_tier=keep_inputs_on_data_tier,
             least_depth=least_depth,
@@ -150,6 +149,7 @@ class HierTrainStrategy(TierStates):
             timeout_seconds=timeout_seconds,
             silence_seconds=silence_seconds,
             on_tier_lost=on_tier_lost,
+            replan_when=replan_when,
         )
         self._tiers = self._tier_of_rank = self._settings.tiers
         self._profile = self._settings.profile
@@ -453,7 +453,7 @@ class HierTrainStrategy(TierStates):
     def teardown(self) -> None:
         """Takes back every change to the user's objects; the links stay for a later `test()`."""
         if self._session is not None:
-            self._session.mirror.close()
+            self._session.close()
         self._profiling.detach()
         self._agreement.detach()
         self._bring_weights.detach()

@@ -8,6 +8,7 @@ so that another profile or bandwidth solves it again without compiling.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,6 +22,8 @@ from lightning_hiertrain.planning.instance import Floats, Ints
 _SCALE = 1000.0
 """The incumbent's time in the programme's units, so that SCIP's absolute tolerance is a relative
 one of 1e-9."""
+_COMPILED = threading.Lock()
+"""Guards the compiled programmes: a plan may be made in the background."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +59,10 @@ def solve(
     }
     count, num_tiers = slots.boxes.least.shape
     shape = tuple(_rounded_up(len(rows[0])) if rows else 0 for rows in kept.values())
-    template = _template(1 << (count - 1).bit_length(), num_tiers, shape)
-    template.fill(slots, kept, batch_size=batch_size, scale=scale)
-    return template.solve(count, scale, time_limit_seconds)
+    with _COMPILED:
+        template = _template(1 << (count - 1).bit_length(), num_tiers, shape)
+        template.fill(slots, kept, batch_size=batch_size, scale=scale)
+        return template.solve(count, scale, time_limit_seconds)
 
 
 def _cvxpy() -> Any:

@@ -7,6 +7,7 @@ do not share a cable; the tiers that are not at its ends wait.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from statistics import median
 from time import perf_counter
 
@@ -33,7 +34,11 @@ _TRIES = 2
 
 
 def measure_links(
-    network: Network, *, seconds_per_link: float = 2.0, collector: str | None = None
+    network: Network,
+    *,
+    seconds_per_link: float = 2.0,
+    collector: str | None = None,
+    again: Mapping[str, float] | None = None,
 ) -> tuple[LinkProfile, ...]:
     """Measures every link of the topology; all tiers call it together and get the same result.
 
@@ -42,6 +47,7 @@ def measure_links(
         seconds_per_link: About how long to measure a link. A tenth goes to the latency, of which
             there are 20 round trips at least, the rest to transfers in both directions, twice.
         collector: A tier that the run cannot spare; the first one by default.
+        again: Only links that are named here, whose latency is known already; it is not measured.
 
     Returns:
         For each link the bandwidth of its slower direction, the better of two tries since whatever
@@ -60,9 +66,12 @@ def measure_links(
     patience = network.timeout_seconds + 5 * seconds_per_link
     profiles = []
     for link in network.topology.links:
+        if again is not None and link.name not in again:
+            continue
+        latency = None if again is None else again[link.name]
         collectives.barrier(f"before {link.name}", timeout_seconds=patience)
         low, _ = link.between
-        profile = _shared(network, collectives, link, seconds_per_link, patience)
+        profile = _shared(network, collectives, link, seconds_per_link, patience, latency)
         if profile is None:
             continue
         profiles.append(profile)
@@ -77,7 +86,12 @@ def measure_links(
 
 
 def _shared(
-    network: Network, collectives: Collectives, link: Link, seconds: float, patience: float
+    network: Network,
+    collectives: Collectives,
+    link: Link,
+    seconds: float,
+    patience: float,
+    latency: float | None,
 ) -> LinkProfile | None:
     """Measures a link and returns the result on all tiers, `None` if one end died meanwhile."""
     low, _ = link.between
@@ -85,7 +99,7 @@ def _shared(
     profile: LinkProfile | None = None
     if network.tier in link.between:
         try:
-            profile = _measure(network, link, seconds)
+            profile = _measure(network, link, seconds, latency)
         except PeerLostError:
             if not any(network.membership.spares(tier) for tier in others):
                 raise
@@ -98,17 +112,18 @@ def _shared(
     return profile
 
 
-def _measure(network: Network, link: Link, seconds: float) -> LinkProfile:
+def _measure(network: Network, link: Link, seconds: float, latency: float | None) -> LinkProfile:
     """Measures a link from one of its ends."""
     low, high = link.between
     upwards, downwards = 0.0, 0.0
+    known = None if latency is None else 2 * latency
     if network.tier == low:
-        round_trip_seconds = _ping(network, high, 0.1 * seconds)
+        round_trip_seconds = _ping(network, high, 0.1 * seconds) if known is None else known
         for _ in range(_TRIES):
             upwards = max(upwards, _send_bulk(network, high, 0.2 * seconds, round_trip_seconds))
             downwards = max(downwards, _receive_bulk(network, high))
     else:
-        round_trip_seconds = _echo(network, low)
+        round_trip_seconds = _echo(network, low) if known is None else known
         for _ in range(_TRIES):
             upwards = max(upwards, _receive_bulk(network, low))
             downwards = max(downwards, _send_bulk(network, low, 0.2 * seconds, round_trip_seconds))

@@ -92,6 +92,11 @@ class OutFlow:
         return bool(self._unacknowledged)
 
     @property
+    def in_flight_bytes(self) -> int:
+        """How much was sent and is not acknowledged."""
+        return self._in_flight_bytes
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing waits to be sent or is on its way."""
         return not (self.queue or self._unacknowledged or self._cut_message)

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from lightning_hiertrain.transport.engine import Engine
+from lightning_hiertrain.transport.goodput import Goodput
 from lightning_hiertrain.transport.membership import Membership
 from lightning_hiertrain.transport.observing import Observer
 from lightning_hiertrain.transport.peers import Peer, lost_error, timeout_error
@@ -32,6 +33,9 @@ class Messages:
         self.tier = tier
         self.timeout_seconds = timeout_seconds
         self.observer: Observer | None = None
+        self.waited_seconds = 0.0
+        """How long the thread that made this has waited for other tiers in all."""
+        self._waiter = threading.get_ident()
         self._changed = threading.Condition()
         self._engine: Engine | None = None
         self._closed = False
@@ -229,6 +233,16 @@ class Messages:
         rates = [flow.bytes_per_second for flow in flows]
         return max((rate for rate in rates if rate is not None), default=None)
 
+    def take_goodput(self) -> dict[str, Goodput]:
+        """Returns what has arrived at each peer while links were busy, since the last call."""
+        return self._running().protocol.goodput.take()
+
+    def is_resting(self, peer: str) -> bool:
+        """Whether no tensors wait to be sent to a peer or are on their way."""
+        with self._changed:
+            flows = [f for c, f in self._peer(peer).outgoing.items() if c is not Channel.CONTROL]
+            return all(flow.is_idle for flow in flows)
+
     def stats(self) -> dict[str, dict[str, int]]:
         """Returns what was sent to and received from each peer."""
         peers = self._engine.protocol.peers if self._engine is not None else {}
@@ -242,10 +256,15 @@ class Messages:
             self._running()
             return condition()
 
-        with self._changed:
-            if (self._holds_back or self._holding) and not done():
-                self._wake()
-            return self._changed.wait_for(done, min(timeout_seconds, threading.TIMEOUT_MAX))
+        started = perf_counter()
+        try:
+            with self._changed:
+                if (self._holds_back or self._holding) and not done():
+                    self._wake()
+                return self._changed.wait_for(done, min(timeout_seconds, threading.TIMEOUT_MAX))
+        finally:
+            if threading.get_ident() == self._waiter:
+                self.waited_seconds += perf_counter() - started
 
     def let_go(self) -> None:
         """Lets what was held back leave, unless more is to leave together with it."""

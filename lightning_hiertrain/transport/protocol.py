@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from lightning_hiertrain.topology import Topology
 from lightning_hiertrain.transport.admission import Credentials
+from lightning_hiertrain.transport.goodput import GoodputMeter
 from lightning_hiertrain.transport.membership import Membership
 from lightning_hiertrain.transport.packing import unpack
 from lightning_hiertrain.transport.peers import Envelope, Peer, write_envelope
@@ -66,6 +67,7 @@ class Protocol:
             if name != tier
         }
         self.membership = Membership(tier, self.peers)
+        self.goodput = GoodputMeter(peers=self.peers)
         self._changed = changed
         self._silence_seconds = silence_seconds
         self._heartbeat_seconds = min(5.0, max(0.5, silence_seconds / 2))
@@ -175,7 +177,10 @@ class Protocol:
 
     def _take_acknowledgement(self, peer: Peer, envelope: Envelope) -> None:
         flow = peer.outgoing[envelope.channel]
+        before = flow.in_flight_bytes
         num_messages, num_bytes = flow.acknowledge(envelope.sequence, envelope.echo)
+        if envelope.channel is not Channel.CONTROL:
+            self.goodput.acknowledged(peer, before - flow.in_flight_bytes)
         if num_messages:
             with self._changed:
                 peer.queued_messages -= num_messages
@@ -267,6 +272,8 @@ class Protocol:
             envelope = self._envelope(peer, "chunk", peer.session, **more)
             if not self.sockets.send(peer.next_hop, channel, [envelope, *chunk.views]):
                 break  # a probe will find out
+            if channel is not Channel.CONTROL:
+                self.goodput.sent(peer)
 
     def _acknowledge(self, peer: Peer, *, at_once: bool = False) -> None:
         """Acknowledges what has arrived; a few small messages wait for the next tick together."""
