@@ -16,7 +16,7 @@ _WARM_UP_STEPS = 2
 """Under a new schedule: they set things up."""
 _PROBE_TAG = "drift/probe"
 _LEAST_PROBE_BYTES, _MOST_PROBE_BYTES = 64 << 10, 1 << 20
-_PROBED_PART = 0.05
+_PROBED_PART = 0.1
 """Of a resting link's time that probing it may take."""
 _PAUSE_SECONDS = 1.0
 """At least, between two bursts."""
@@ -119,7 +119,7 @@ class StepNotes:
 class Prober:
     """Sends a burst now and then over each link upwards that carries nothing else.
 
-    It travels with what is needed later, so that nothing waits for it, and takes a few hundredths
+    It travels with what is needed later, so that nothing waits for it, and takes a tenth
     of the link's time. A burst that is gone too quickly to tell anything is followed by a longer
     one.
 
