@@ -77,6 +77,7 @@ def open_links(settings: Settings, *, rank: int, is_one_machine: bool, main_port
             tier,
             topology,
             private_key=private_key,
+            meeting=next(_meetings),
             timeout_seconds=settings.timeout_seconds,
             silence_seconds=settings.silence_seconds,
         )

@@ -93,6 +93,7 @@ class Network(Messages):
         topology: Topology,
         *,
         private_key: str | Path | None,
+        meeting: int = 0,
         timeout_seconds: float = 120.0,
         silence_seconds: float = 10.0,
     ) -> Network:
@@ -104,6 +105,8 @@ class Network(Messages):
             private_key: This tier's private key or the file that holds it. `None` is allowed if no
                 tier has keys and all addresses are this machine's own: then keys are made for the
                 run.
+            meeting: How many networks each of the tiers' processes has had before. Keys that were
+                made for one are not those of the next.
             timeout_seconds: How long a wait lasts unless it is told otherwise.
             silence_seconds: After how long without a connection a peer counts as lost.
 
@@ -128,7 +131,7 @@ class Network(Messages):
             tier,
             topology,
             private_key=private_key,
-            run_id=None if secure else f"topology-{run}",
+            run_id=None if secure else f"topology-{run}-{meeting}",
             timeout_seconds=timeout_seconds,
             silence_seconds=silence_seconds,
         )

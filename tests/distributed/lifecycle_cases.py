@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from torch.utils.data import DataLoader
 
-from lightning_hiertrain import HierTrainStrategy
+from lightning_hiertrain import HierTrainStrategy, Link, Tier, Topology
 from tests.distributed.bad_input_cases import TIMEOUT_SECONDS, FailingStep, Small, rows, schedule
 
 
-def make_trainer(*, plain: bool = False, **options: Any) -> Trainer:
-    strategy = HierTrainStrategy(schedule=schedule(), timeout_seconds=TIMEOUT_SECONDS)
+def make_trainer(
+    *, plain: bool = False, topology: Topology | None = None, **options: Any
+) -> Trainer:
+    strategy = HierTrainStrategy(
+        schedule=schedule(), topology=topology, timeout_seconds=TIMEOUT_SECONDS
+    )
     return Trainer(
         **{  # type: ignore[arg-type]
             "accelerator": "cpu",
@@ -55,6 +60,29 @@ def fit_twice(plain: bool = False) -> dict[str, Any]:
         "val_loss": metrics["val_loss"],
         "epoch": trainer.current_epoch,
     }
+
+
+def fit_and_test_without_keys(plain: bool = False) -> dict[str, Any]:
+    """Each trainer has links of its own, with keys that were made for them."""
+    seed_everything(5)
+    module = Small()
+    port = os.environ.get("MASTER_PORT")  # of this run alone; free on other addresses, too
+    topology = (
+        None
+        if plain
+        else Topology(
+            tiers=(
+                Tier(name="device"),
+                Tier(name="edge", address=f"127.0.7.1:{port}"),
+                Tier(name="cloud", address=f"127.0.7.2:{port}"),
+            ),
+            links=(Link(between=("device", "edge")), Link(between=("edge", "cloud"))),
+        )
+    )
+    make_trainer(plain=plain, topology=topology).fit(module, rows())
+    trainer = make_trainer(plain=plain, topology=topology)
+    (metrics,) = trainer.test(module, rows(), verbose=False)
+    return {**weights(module), "val_loss": metrics["val_loss"]}
 
 
 def fit_another_model(plain: bool = False) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from tests.distributed.launch import Case, run_cases
 
 CASES = (
     "fit_then_test_with_another_trainer",
+    "fit_and_test_without_keys",
     "fit_twice",
     "fit_another_model",
     "train_nothing",
