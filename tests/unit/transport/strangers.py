@@ -43,10 +43,10 @@ def scan(port: int) -> None:
     for words in (None, b"", b"GET / HTTP/1.0\r\n\r\n", b"\x16\x03\x01\x00\xa5\x01", b"\xff" * 64):
         with socket.create_connection(("127.0.0.1", port), 5) as client:
             if words is not None:
-                client.sendall(words)
-                client.shutdown(socket.SHUT_WR)
                 client.settimeout(0.2)
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # it may be shown the door at any moment
+                    client.sendall(words)
+                    client.shutdown(socket.SHUT_WR)
                     while client.recv(4096):
                         pass
 
