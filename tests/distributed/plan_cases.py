@@ -67,6 +67,7 @@ def train(
             if profile is None
             else Profile.from_dict(dict(profile)),
             timeout_seconds=60,
+            replan_when=None,  # the schedule that was planned first is asked for
             **options,
         )
     first = _FirstPolicy()

@@ -87,6 +87,7 @@ def train(
             profile_steps=2,
             profile_seconds=2.0,
             timeout_seconds=60,
+            replan_when=None,  # the schedule that was planned first is asked for
             **arguments,
         )
     trainer = Trainer(

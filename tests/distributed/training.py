@@ -53,6 +53,7 @@ def train(
             schedule=None if schedule is None else Schedule.from_dict(schedule),
             overlap=overlap,
             timeout_seconds=60,
+            replan_when=None,
         )
     callbacks: list[Callback] = []
     if switches:
