@@ -22,6 +22,8 @@ class MirroredCalls:
         self.is_user_code_alone = False
         """Whether code of the user's runs that the other tiers do not run: collectives are then
         local."""
+        self.onlookers: frozenset[str] = frozenset()
+        """Tiers that take no part in steps: what they are told may take a moment."""
         self._network = network
         self._mirror = mirror
         self._count = 0
@@ -88,6 +90,7 @@ class MirroredCalls:
     def tell(self, tag: str, value: Any, *, at_once: bool = True) -> None:
         """Sends a value to all other tiers, at once or with what is sent next."""
         others = [name for name in self._network.topology.names if name != self._network.tier]
+        at_once = at_once and not self.onlookers.issuperset(others)
         self._network.send_to(others, tag, value, control=None, at_once=at_once)
 
     def tag(self, what: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ class Schedule:
         """Samples in the mini-batch that the schedule was made for."""
         return sum(share.num_samples for share in self.shares.values())
 
-    @property
+    @cached_property
     def prefix_workers(self) -> tuple[str, ...]:
         """The tiers with samples other than the owner, shallowest first, ties in order of rank."""
         workers = [

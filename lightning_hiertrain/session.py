@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_hiertrain.dealing import Dealing
@@ -92,6 +93,7 @@ class Session:
         self._exchanged = False
         self._at_boundary = True
         self._optimizers: list[Optimizer] = []
+        self._parameters: dict[str, Parameter] | None = None
         self.weights_may_change = False
         """Whether hooks may change weights between steps."""
         self._times = StepTimes()
@@ -131,6 +133,11 @@ class Session:
         return self.tier == self.owner
 
     @property
+    def parameters(self) -> dict[str, Parameter]:
+        """The module's parameters; from the first step on there are no others."""
+        return self._parameters or dict(self.module.named_parameters())
+
+    @property
     def measured_step_seconds(self) -> float | None:
         """Median time of a step under the schedule in force, without the first few."""
         return self._times.median_seconds
@@ -140,6 +147,7 @@ class Session:
     def use_chain(self, chain: LayerChain) -> None:
         """Takes the chain of layers that the data tier has traced."""
         self.chain = chain
+        self._parameters = dict(self.module.named_parameters())
         self._owner = Owner(
             self.network,
             chain,
@@ -308,6 +316,7 @@ class Session:
         assert self._owner is not None
         assert self._prefix is not None
         index, observer = self.mini_batch.index, self.network.observer
+        settings = TrainedSettings(self.parameters, self._optimizers)
 
         def whole_closure() -> Any:
             if self._exchanged:
@@ -319,14 +328,16 @@ class Session:
             return result
 
         if self.is_owner:
-            settings = TrainedSettings(self.module, self._optimizers)
+            before = settings.now()
             with self.mirror.record(self.mini_batch.weight, surrounding=True) as recording:
                 with Doing(self.network, "other"):
                     result = step(whole_closure)
                 if observer is not None:
                     observer.step_ended()
-                payload = recording.payload()
-            self.calls.tell(f"{index}/update", {**payload, "settings": settings.changed()})
+                payload = recording.payload(ends=True)
+            self.calls.tell(
+                f"{index}/update", {**payload, "settings": settings.changed_since(before)}
+            )
             with Doing(self.network, "weights"):
                 self._owner.return_weights(index, self.schedule)
         else:
@@ -336,13 +347,14 @@ class Session:
                 self.owner, f"{index}/update", operation="end its update"
             )
             self.mirror.replay(payload)
-            TrainedSettings(self.module, self._optimizers).adopt(payload["settings"])
+            settings.adopt(payload["settings"])
             if self.tier in self.schedule.prefix_workers:
                 self._prefix.expect_weights(index, self.schedule)
             if observer is not None:
                 observer.step_ended()
         self._feed.forget(index)
-        self.replicas.stepped(self.schedule, self.chain)
+        trained = {name for name, p in self.parameters.items() if p.requires_grad}
+        self.replicas.stepped(self.schedule, self.chain, trained)
         self._at_boundary = True
         self._times.end()
         self.watch.step_ended()
@@ -450,6 +462,8 @@ class Session:
         self.replicas.move_ownership(new, optimizers, precision)
         self.members.need(new)
         self.schedule = schedule
+        involved = {self.data_tier, new, *schedule.prefix_workers}
+        self.calls.onlookers = frozenset(self.network.topology.names) - involved
         self._times.clear()
         self.watch.switched(schedule)
         for parameter in self.module.parameters():

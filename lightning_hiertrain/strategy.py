@@ -385,10 +385,11 @@ class HierTrainStrategy(TierStates):
     ) -> Any:
         session, module = self.session, self.lightning_module
         assert module is not None
-        settings = TrainedSettings(module, self.optimizers)
+        settings = TrainedSettings(session.parameters, self.optimizers)
 
         def run() -> tuple[Any, Any]:
-            return original(*args, **kwargs), settings.changed()
+            before = settings.now()
+            return original(*args, **kwargs), settings.changed_since(before)
 
         leader = session.owner if module.trainer.training else session.evaluator
         output, changed = session.calls.run_on(leader, run, None, f"end the hook `{name}`")

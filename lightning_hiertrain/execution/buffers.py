@@ -38,6 +38,7 @@ class Buffers:
 
     def __init__(self, module: nn.Module, chain: LayerChain) -> None:
         self._module = module
+        self._modules = list(module.modules())
         self._values_per_sample = chain.values_per_sample
         self._before: dict[str, Tensor | int] | None = None
         self._rows: Counter[str] = Counter()
@@ -48,7 +49,7 @@ class Buffers:
         """On the owner: the buffers of prefix workers that have died, as they would be."""
 
     def __bool__(self) -> bool:
-        return next(self._module.buffers(), None) is not None
+        return any(x is not None for each in self._modules for x in each._buffers.values())
 
     @property
     def _buffers(self) -> dict[str, Tensor]:

@@ -288,6 +288,10 @@ class Owner:
 
     def return_weights(self, index: int, schedule: Schedule) -> None:
         """Sends each prefix worker the new weights of its layers, in the order of their use."""
+        with self._network.together():
+            self._return_weights(index, schedule)
+
+    def _return_weights(self, index: int, schedule: Schedule) -> None:
         for worker in schedule.prefix_workers if self._buffers else ():
             buffers = self._buffers.shared_with(worker)
             self._network.send(worker, new_buffers_tag(index), buffers)

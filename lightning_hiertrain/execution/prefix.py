@@ -27,6 +27,8 @@ from lightning_hiertrain.transport.codecs import decode, encode
 from lightning_hiertrain.transport.network import Network
 from lightning_hiertrain.transport.observing import Doing
 
+_SMALL_BYTES = 16 << 10
+
 
 class PrefixWorker:
     """Runs the first layers, chunk by chunk, and leaves the step at its cut.
@@ -167,7 +169,10 @@ class PrefixWorker:
             parameter = self._parameters[name]
             if parameter.grad is not None:
                 gradients[name], parameter.grad = parameter.grad.detach(), None
-        self._network.send(schedule.owner, gradients_tag(index, layer), gradients)
+        # Small ones wait for what comes next: to send them takes longer than their way.
+        is_large = sum(gradient.nbytes for gradient in gradients.values()) > _SMALL_BYTES
+        tag = gradients_tag(index, layer)
+        self._network.send(schedule.owner, tag, gradients, at_once=is_large)
 
     def _layers(self, schedule: Schedule) -> list[int]:
         depth = schedule.shares[self._network.tier].num_layers

@@ -50,18 +50,22 @@ class Replicas:
         self._transfers = 0
         self.owner = owner
 
-    def stepped(self, schedule: Schedule, chain: LayerChain) -> None:
-        """Notes an update: the owner has new weights, the prefix workers have theirs back."""
-        trainable = {name for name, p in self._module.named_parameters() if p.requires_grad}
+    def stepped(self, schedule: Schedule, chain: LayerChain, trained: set[str]) -> None:
+        """Notes an update: the owner has new weights, the prefix workers have theirs back.
+
+        Args:
+            schedule: The schedule of the step.
+            chain: The model's chain of layers.
+            trained: The parameters that are trained.
+        """
         self.owner = schedule.owner
         self._with_buffers = {schedule.owner}
         for tier, stale in self._stale.items():
             if tier in schedule.prefix_workers:
-                stale |= trainable.difference(
-                    chain.parameters_through(schedule.shares[tier].num_layers)
-                )
+                depth = schedule.shares[tier].num_layers
+                stale |= trained.difference(chain.parameters_through(depth))
             elif tier != schedule.owner:
-                stale |= trainable
+                stale |= trained
 
     def bring(
         self, target: str, names: Iterable[str] | None = None, *, with_buffers: bool = False

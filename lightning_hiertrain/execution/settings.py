@@ -11,27 +11,42 @@ from torch.optim import Optimizer
 from lightning_hiertrain.errors import HierTrainError
 from lightning_hiertrain.execution.optimizers import KERNELS
 
+_Settings = tuple[list[bool], list[list[dict[str, Any]]]]
+
 
 class TrainedSettings:
-    """Which parameters are trained, and the numbers in the optimizers' groups, as they are now.
+    """Which parameters are trained, and the numbers in the optimizers' groups.
 
     Args:
-        module: The user's module.
+        parameters: The module's, by name.
         optimizers: Its optimizers.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._module = module
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
+    ) -> None:
+        self._parameters = parameters
         self._optimizers = optimizers
-        self._before = self._now()
 
-    def changed(self) -> dict[str, Any] | None:
-        """Returns them as they are now, `None` if nothing has changed."""
-        now = self._now()
-        return None if now == self._before else now
+    def now(self) -> _Settings:
+        """Returns them as they are now, for `changed_since`."""
+        trained = [parameter.requires_grad for parameter in self._parameters.values()]
+        groups = [[_numbers(g) for g in optimizer.param_groups] for optimizer in self._optimizers]
+        return trained, groups
+
+    def changed_since(self, before: _Settings) -> dict[str, Any] | None:
+        """Returns them, fit to travel, `None` if nothing has changed."""
+        now = self.now()
+        if now == before:
+            return None
+        trained, groups = now
+        names = [
+            name for name, is_trained in zip(self._parameters, trained, strict=True) if is_trained
+        ]
+        return {"trained": names, "groups": groups}
 
     def adopt(self, changed: Mapping[str, Any] | None) -> None:
-        """Makes them what `changed` returned on another tier.
+        """Makes them what `changed_since` returned on another tier.
 
         Raises:
             HierTrainError: If the optimizers have other groups than there.
@@ -39,7 +54,7 @@ class TrainedSettings:
         if changed is None:
             return
         trained = set(changed["trained"])
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in self._parameters.items():
             if parameter.requires_grad != (name in trained):
                 parameter.requires_grad_(name in trained)
         for optimizer, groups in zip(self._optimizers, changed["groups"], strict=True):
@@ -51,15 +66,6 @@ class TrainedSettings:
                 )
             for group, numbers in zip(optimizer.param_groups, groups, strict=True):
                 group.update(numbers)
-
-    def _now(self) -> dict[str, Any]:
-        return {
-            "trained": [name for name, p in self._module.named_parameters() if p.requires_grad],
-            "groups": [
-                [_numbers(group) for group in optimizer.param_groups]
-                for optimizer in self._optimizers
-            ],
-        }
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Recording:
         self._calls: list[list[Any]] = []
         self._before: tuple[Any, ...] | None = mirror.snapshot()
 
-    def payload(self, output: Any = None) -> dict[str, Any]:
+    def payload(self, output: Any = None, *, ends: bool = False) -> dict[str, Any]:
         """Returns what was recorded, fit to travel.
 
         A surrounding recording gives any number of payloads, each with what came after the one
@@ -38,6 +38,7 @@ class Recording:
 
         Args:
             output: What the step or hook returned. Leaves that cannot travel become `None`.
+            ends: Whether a surrounding recording gives no more payloads.
 
         Raises:
             RuntimeError: If the recording is over.
@@ -46,7 +47,7 @@ class Recording:
             raise RuntimeError("this recording has given its payload; begin another one")
         changes = self._mirror.changes(self._before)
         calls, self._calls = self._calls, []
-        self._before = self._mirror.snapshot() if self._goes_on else None
+        self._before = self._mirror.snapshot() if self._goes_on and not ends else None
         return {
             "logs": [
                 (fx, name, value.cpu() if isinstance(value, Tensor) else value, kwargs)

@@ -42,6 +42,8 @@ class Messages:
         self._holding = 0
         self._holds_back = False
         """Whether something is queued of which the links' thread has not been told."""
+        self._is_urgent = False
+        """Whether some of that is to leave at once."""
 
     @property
     def membership(self) -> Membership:
@@ -68,8 +70,9 @@ class Messages:
                 small".
             ahead: Whether it is needed later only: it leaves when no tensors do. Order holds within
                 each kind, not between them.
-            at_once: Whether it leaves now, rather than with what is sent next or when this thread
-                has to wait: to hand over to the links' thread takes longer than a small message.
+            at_once: Whether it leaves now, rather than with what is sent next, when this thread has
+                to wait, or a tenth of a second later: to hand over to the links' thread takes
+                longer than a small message.
 
         Raises:
             TypeError: If the value holds something that cannot travel.
@@ -98,13 +101,12 @@ class Messages:
                 message = encode(tag, value) if message is None else message.again()
                 small = message.total_bytes <= SMALL_BYTES if control is None else control
                 channel = Channel.AHEAD if ahead else Channel.CONTROL if small else Channel.DATA
-                self._queue(state, tag, message, channel, holds_back=not at_once)
+                self._queue(state, tag, message, channel)
         if at_once:
+            self._is_urgent = True
             self.let_go()
 
-    def _queue(
-        self, state: Peer, tag: str, message: Outgoing, channel: Channel, *, holds_back: bool
-    ) -> None:
+    def _queue(self, state: Peer, tag: str, message: Outgoing, channel: Channel) -> None:
         """Queues a message as soon as there is room for it."""
         engine, peer = self._running(), state.name
         observer = self.observer
@@ -133,7 +135,7 @@ class Messages:
             if observer is not None:
                 observer.sent(peer, tag, message.total_bytes, started, perf_counter())
             engine.protocol.enqueue(state, message, channel)
-            self._holds_back |= holds_back
+            self._holds_back = True
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -259,7 +261,7 @@ class Messages:
         started = perf_counter()
         try:
             with self._changed:
-                if (self._holds_back or self._holding) and not done():
+                if self._holds_back and not done():
                     self._wake()
                 return self._changed.wait_for(done, min(timeout_seconds, threading.TIMEOUT_MAX))
         finally:
@@ -267,12 +269,12 @@ class Messages:
                 self.waited_seconds += perf_counter() - started
 
     def let_go(self) -> None:
-        """Lets what was held back leave, unless more is to leave together with it."""
-        if not self._holding:
+        """Lets what was held back leave if it is urgent and nothing is to leave with it."""
+        if self._is_urgent and not self._holding:
             self._wake()
 
     def _wake(self) -> None:
-        self._holds_back = False
+        self._holds_back = self._is_urgent = False
         if self._engine is not None:
             self._engine.wake()
 

@@ -2,11 +2,13 @@
 
 The first frame of everything that travels is an envelope, a small JSON object:
 
-    k  kind: hello | probe | ack | chunk | refuse        s, t    source and target tier
-    e  session of the source                             te      session of the target, as far as
-    the source knows c  channel                                           q, g    sequence number
-    and generation (`flow.py`) l  lengths of head and message, on a first chunk     p       the
-    probe or gap that an ack answers
+    k       kind: hello | probe | ack | chunk | refuse
+    s, t    source and target tier
+    e, te   session of the source, and of the target as far as the source knows
+    c       channel
+    q, g    sequence number and generation (`flow.py`)
+    l       lengths of head and whole of each message that begins in a chunk
+    p       the probe or gap that an ack answers
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_hiertrain.errors import LinkTimeoutError, PeerLostError
-from lightning_hiertrain.transport.flow import InFlow, OutFlow
+from lightning_hiertrain.transport.flow import MAX_TOGETHER, InFlow, OutFlow
 from lightning_hiertrain.transport.rendezvous import ProcessIdentity
 from lightning_hiertrain.transport.sockets import Channel
 from lightning_hiertrain.transport.wire import MalformedError, Message
@@ -129,7 +131,7 @@ class Envelope:
                 channel=Channel(_number(data.get("c", 0))),
                 sequence=_number(data.get("q", 0)),
                 generation=_number(data.get("g", 0)),
-                lengths=None if lengths is None else [_number(lengths[0]), _number(lengths[1])],
+                lengths=None if lengths is None else _lengths(lengths),
                 echo=None if echo is None else (_number(echo[0]), _number(echo[1])),
                 more=data,
             )
@@ -152,6 +154,12 @@ def write_envelope(
     """Returns the bytes of an envelope."""
     data = {"k": kind, "s": source, "t": target, "e": session, "te": peer_session, **more}
     return json.dumps(data, separators=(",", ":")).encode()
+
+
+def _lengths(value: Any) -> list[int]:
+    if not isinstance(value, list) or len(value) % 2 or not 2 <= len(value) <= 2 * MAX_TOGETHER:
+        raise MalformedError("an envelope with impossible lengths")
+    return [_number(length) for length in value]
 
 
 def _number(value: Any) -> int:

@@ -27,8 +27,8 @@ from lightning_hiertrain.transport.wire import MalformedError, Message, Outgoing
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-PROTOCOL = 2
-BYE, ABORT, LOST = "\0bye", "\0abort", "\0lost"
+PROTOCOL = 3
+_ORDERS = BYE, ABORT, LOST = "\0bye", "\0abort", "\0lost"
 """Tags of this layer's own messages."""
 _HELLO_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 0.3
@@ -193,16 +193,19 @@ class Protocol:
         flow = peer.incoming[envelope.channel]
         pieces = [frame.buffer.cast("B") for frame in item.payload]
         before = flow.received
-        message = flow.accept(envelope.sequence, envelope.generation, envelope.lengths, pieces)
+        messages = flow.accept(envelope.sequence, envelope.generation, envelope.lengths, pieces)
         if flow.received > before:
             peer.bytes_received += sum(piece.nbytes for piece in pieces)
-        if message is not None and message.tag in (BYE, ABORT, LOST):
-            self._obey(peer, message)
-        elif message is not None:
+        orders = [message for message in messages if message.tag in _ORDERS]
+        values = [message for message in messages if message.tag not in _ORDERS]
+        if values:
             with self._changed:
-                peer.inbox[message.tag].append(message)
-                peer.messages_received += 1
+                for message in values:
+                    peer.inbox[message.tag].append(message)
+                peer.messages_received += len(values)
                 self._changed.notify_all()
+        for message in orders:
+            self._obey(peer, message)
         if peer.closing_at is not None and peer.incoming[Channel.DATA].received >= peer.closing_at:
             self.lose(peer, "it has finished and closed its links", by_itself=True)
 

@@ -6,6 +6,7 @@ import contextlib
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,11 +67,15 @@ class Proxy:
     """Passes TCP connections on to a port of this machine until told to break them.
 
     Args:
-        bytes_per_second: What it passes on at most, both directions together.
+        bytes_per_second: What it passes on at most, both directions together. A pause that took
+            too long is made up for, so that this is the rate also where the processor is busy.
     """
+
+    _CATCH_UP_SECONDS = 0.05
 
     def __init__(self, bytes_per_second: float | None = None) -> None:
         self._bytes_per_second = bytes_per_second
+        self._free_at = 0.0
         self.target = 0
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = self._server.getsockname()[1]
@@ -157,9 +162,14 @@ class Proxy:
                 self._other[ready].settimeout(5)
                 self._other[ready].sendall(piece)
                 if self._bytes_per_second:
-                    threading.Event().wait(len(piece) / self._bytes_per_second)
+                    self._pause(len(piece) / self._bytes_per_second)
             except OSError:
                 self._drop(ready)
+
+    def _pause(self, seconds: float) -> None:
+        now = time.monotonic()
+        self._free_at = max(self._free_at, now - self._CATCH_UP_SECONDS) + seconds
+        threading.Event().wait(max(0.0, self._free_at - now))
 
     def _drop(self, end: socket.socket) -> None:
         for each in (end, self._other.get(end)):

@@ -2,13 +2,14 @@
 
 import json
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hiertrain.transport import flow
 from lightning_hiertrain.transport.flow import InFlow, OutFlow
-from lightning_hiertrain.transport.wire import encode
+from lightning_hiertrain.transport.wire import MalformedError, encode
 
 
 def send_all(out: OutFlow) -> list:
@@ -22,9 +23,8 @@ def deliver(incoming: InFlow, chunks) -> list:
     messages = []
     for chunk, generation in chunks:
         lengths = None if chunk.lengths is None else list(chunk.lengths)
-        message = incoming.accept(chunk.sequence, generation, lengths, chunk.views)
-        if message is not None:
-            messages.append(message.value())
+        arrived = incoming.accept(chunk.sequence, generation, lengths, chunk.views)
+        messages += [message.value() for message in arrived]
     return messages
 
 
@@ -37,16 +37,62 @@ def acknowledge(out: OutFlow, incoming: InFlow) -> tuple[int, int]:
 def test_what_was_lost_is_sent_again_and_only_that():
     out, incoming = OutFlow(), InFlow()
     for number in range(4):
-        out.queue.append(encode("x", number))
+        out.queue.append(encode("x", bytes([number]) * 20_000))
     first, _lost, third, fourth = send_all(out)
 
-    assert deliver(incoming, [first, third, fourth]) == [0]
+    assert [content[0] for content in deliver(incoming, [first, third, fourth])] == [0]
     assert acknowledge(out, incoming)[0] == 1
     again = send_all(out)
     assert [chunk.sequence for chunk, _ in again] == [2, 3, 4]
-    assert deliver(incoming, again) == [1, 2, 3]
+    assert [content[0] for content in deliver(incoming, again)] == [1, 2, 3]
     assert acknowledge(out, incoming)[0] == 3
     assert not out.unacknowledged
+
+
+def test_small_messages_travel_together_and_are_acknowledged_one_by_one():
+    out, incoming = OutFlow(), InFlow()
+    values = [0, torch.arange(3), "two", torch.arange(20_000), {"four": [4]}]
+    for value in values:
+        out.queue.append(encode("x", value))
+    num_bytes = sum(message.total_bytes for message in out.queue)
+    chunks = send_all(out)
+
+    assert [(chunk.num_messages, len(chunk.views)) for chunk, _ in chunks] == [
+        (3, 1),
+        (0, 2),
+        (1, 1),
+        (1, 1),
+    ]
+    arrived = deliver(incoming, chunks)
+    assert (arrived[0], arrived[2], arrived[4]) == (0, "two", {"four": [4]})
+    assert (arrived[1].tolist(), arrived[3].tolist()) == ([0, 1, 2], list(range(20_000)))
+    assert acknowledge(out, incoming) == (5, num_bytes)
+    assert not out.unacknowledged
+
+
+def test_as_many_messages_as_one_envelope_holds_travel_together():
+    out, incoming = OutFlow(), InFlow()
+    for number in range(flow.MAX_TOGETHER + 1):
+        out.queue.append(encode("x", number))
+    chunks = send_all(out)
+
+    assert [chunk.num_messages for chunk, _ in chunks] == [flow.MAX_TOGETHER, 1]
+    assert deliver(incoming, chunks) == list(range(flow.MAX_TOGETHER + 1))
+
+
+def test_of_messages_that_travel_together_all_arrive_or_none():
+    incoming = InFlow()
+    sound, broken = bytes(encode("x", 1).views[0]), b'{"tag": 1}'
+    for whole in (sound + broken, broken + sound, sound + sound + b"x"):
+        first = len(sound if whole.startswith(sound) else broken)
+        lengths = [first, first, len(whole) - first, len(whole) - first]
+        with pytest.raises(MalformedError):
+            incoming.accept(1, 0, lengths, [memoryview(whole)])
+    assert incoming.received == 0
+
+    lengths = [len(sound)] * 4
+    arrived = incoming.accept(1, 0, lengths, [memoryview(sound + sound)])
+    assert [message.value() for message in arrived] == [1, 1]
 
 
 def test_a_lost_end_is_found_by_a_probe():

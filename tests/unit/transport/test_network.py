@@ -126,6 +126,12 @@ def test_what_was_held_back_leaves_with_the_next_message_or_before_a_wait(tmp_pa
         edge.send("device", "z", edge.receive("device", "y", timeout_seconds=5.0), control=True)
         assert device.receive("edge", "z") == 4
 
+        told = len(woken)
+        with device.together():
+            device.send("edge", "z", 6, control=True, at_once=False)
+        assert len(woken) == told
+        assert edge.receive("device", "z", timeout_seconds=5.0) == 6
+
         with device.together():
             device.send("edge", "y", 5, control=True)
             answer = threading.Thread(
@@ -477,7 +483,14 @@ def envelope(network: Network, **changes) -> bytes:
         (lambda n: [envelope(n, q=-1)], "impossible number"),
         (lambda n: [envelope(n, q=2**80)], "impossible number"),
         (lambda n: [envelope(n, q="1")], "impossible number"),
-        (lambda n: [envelope(n, l=[10])], "cannot be read"),
+        (lambda n: [envelope(n, l=[10])], "impossible lengths"),
+        (lambda n: [envelope(n, l=[])], "impossible lengths"),
+        (lambda n: [envelope(n, l=[10] * 400)], "impossible lengths"),
+        (lambda n: [envelope(n, l="1020")], "impossible lengths"),
+        (lambda n: [envelope(n, l=[10] * 4), b"x" * 30], "do not fill their chunk"),
+        (lambda n: [envelope(n, l=[10] * 4), b"x" * 10, b"x" * 10], "do not fill their chunk"),
+        (lambda n: [envelope(n, l=[10] * 4), b"x" * 20], "a head that cannot be read"),
+        (lambda n: [envelope(n, l=[10, 2**40, 10, 0]), b"x" * 20], "do not fill their chunk"),
         (lambda n: [envelope(n, l=[2**50, 2**51]), b"x"], "impossible lengths"),
         (lambda n: [envelope(n, l=[10, 2**55]), b"x"], "impossible lengths"),
         (lambda n: [envelope(n, l=None), b"x"], "a message that was dropped"),
