@@ -23,14 +23,9 @@ demo: $(VENV)/.installed-demo
 demo-alexnet: $(VENV)/.installed-examples
 	$(BIN)/python examples/alexnet_imagenet/train.py fit --config examples/alexnet_imagenet/config.yaml
 
-# Tests with several processes wait a good part of their time: the others, and some of these, run beside them.
-ASIDE := tests/unit $(patsubst %,tests/distributed/test_%.py,accelerators drift namespaces outages policies several_runs testbed three_hosts)
-
+# Tests with several processes wait a good part of their time, so more of them run at once than there are cores.
 test: lint docs
-	@echo "running the tests in two rows; what the second one says comes at the end"
-	@$(BIN)/python -m pytest -q $(ASIDE) >$(VENV)/second-row.log 2>&1 & aside=$$!; \
-	$(BIN)/python -m pytest tests/distributed $(patsubst %,--ignore=%,$(filter %.py,$(ASIDE))); first=$$?; \
-	wait $$aside; second=$$?; cat $(VENV)/second-row.log; exit $$((first || second))
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -104,6 +104,11 @@ class OutFlow:
         return self._in_flight_bytes
 
     @property
+    def has_more(self) -> bool:
+        """Whether anything is left to send, now or when the window opens."""
+        return bool(self.queue) or self._cut_message is not None or self._replay_from is not None
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing waits to be sent or is on its way."""
         return not (self.queue or self._unacknowledged or self._cut_message)

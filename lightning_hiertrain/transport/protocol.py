@@ -253,8 +253,7 @@ class Protocol:
             if not peer.established:
                 continue
             for channel in (Channel.CONTROL, Channel.DATA):
-                if self.sockets.is_up(peer.next_hop, channel):
-                    self._send_chunks(peer, channel)
+                self._send_chunks(peer, channel)
             self._acknowledge(peer)
         self._send_ahead()
 
@@ -263,11 +262,13 @@ class Protocol:
         living = [peer for peer in self._living() if peer.established]
         taken = {peer.next_hop for peer in living if not peer.outgoing[Channel.DATA].is_idle}
         for peer in living:
-            if peer.next_hop not in taken and self.sockets.is_up(peer.next_hop, Channel.AHEAD):
+            if peer.next_hop not in taken:
                 self._send_chunks(peer, Channel.AHEAD)
 
     def _send_chunks(self, peer: Peer, channel: Channel) -> None:
         flow = peer.outgoing[channel]
+        if not (flow.has_more and self.sockets.is_up(peer.next_hop, channel)):
+            return
         while (chunk := flow.next_chunk()) is not None:
             more: dict[str, Any] = {"c": channel, "q": chunk.sequence, "g": flow.generation}
             if chunk.lengths is not None:

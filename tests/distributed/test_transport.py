@@ -238,7 +238,7 @@ def test_local_processes_leave_nothing_behind(last):
         subprocess.Popen([sys.executable, "-c", script, name], cwd=root) for name in ("a", "b")
     ]
     try:
-        assert [process.wait(60) for process in running] == [0, 0]
+        assert [process.wait(120) for process in running] == [0, 0]
     finally:
         for process in running:
             process.kill()

@@ -102,9 +102,12 @@ def test_settings_that_a_hook_changes_do_not_bring_the_other_tiers_kernels() -> 
     module = nn.Linear(2, 2)
     owner = torch.optim.Adam(module.parameters(), lr=0.1, fused=True)
     worker = torch.optim.Adam(module.parameters(), lr=0.1, fused=False)
-    before = TrainedSettings(module, [owner])
+    parameters = dict(module.named_parameters())
+    settings = TrainedSettings(parameters, [owner])
+    before = settings.now()
+    assert settings.changed_since(before) is None
     owner.param_groups[0]["lr"] = 0.3
-    TrainedSettings(module, [worker]).adopt(before.changed())
+    TrainedSettings(parameters, [worker]).adopt(settings.changed_since(before))
     assert worker.param_groups[0]["lr"] == 0.3
     assert worker.param_groups[0]["fused"] is False
 
