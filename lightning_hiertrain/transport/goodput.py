@@ -9,7 +9,8 @@ Acknowledgements may come late, all at once. So what was sent after a pause also
 how fast the link is at least.
 
 What goes to a neighbour tells of one link. What is relayed behind it tells of all links on the way,
-the slowest of them; while something goes to the neighbour too, all together tells of its link.
+the slowest of them. While enough goes to the neighbour too to keep its link busy, all together
+tells of that one; while a little does, nothing is told: the rest may be held up further on.
 """
 
 from __future__ import annotations
@@ -41,10 +42,9 @@ class _Way:
     """When something was sent after a pause, `None` in a pause."""
     has_relayed: bool = False
     """Whether anything since then was for a tier behind the neighbour."""
-    to: tuple[str, ...] = ()
-    """The tiers that it is for."""
     since_pause_bytes: int = 0
-    is_busy: bool = False
+    tells_of: str | None = None
+    """The tier whose links are busy with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,22 +89,22 @@ class GoodputMeter:
         """Notes that tensors for a peer have arrived there."""
         hop, now = peer.next_hop, time.monotonic()
         way = self._ways.setdefault(hop, _Way())
-        if way.is_busy and num_bytes:
-            whose = hop if hop in way.to else way.to[0] if len(way.to) == 1 else None
-            if whose is not None:
-                seen = Goodput(num_bytes=num_bytes, seconds=now - way.at)
-                self._seen.append((whose, seen))
+        if way.tells_of is not None and num_bytes:
+            seen = Goodput(num_bytes=num_bytes, seconds=now - way.at)
+            self._seen.append((way.tells_of, seen))
         left = {
             other.name: in_flight
             for other in self.peers.values()
             if other.next_hop == hop and (in_flight := in_flight_bytes(other))
         }
-        way.at, way.to = now, tuple(left)
+        way.at = now
         way.since_pause_bytes += num_bytes
         if not left:
             self._end_run(hop, way)
-        enough = sum(left.values()) >= _BUSY_BYTES
-        way.is_busy = enough and way.since_pause_bytes >= _BURST_BYTES
+        way.tells_of = None
+        if way.since_pause_bytes >= _BURST_BYTES and (hop in left or len(left) == 1):
+            (to,) = (hop,) if hop in left else left
+            way.tells_of = to if left[to] >= _BUSY_BYTES else None
 
     def _end_run(self, hop: str, way: _Way) -> None:
         num_bytes, began = way.since_pause_bytes, way.began

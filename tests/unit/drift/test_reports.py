@@ -171,6 +171,17 @@ def test_what_is_relayed_behind_a_neighbour_counts_apart_unless_both_are_busy(cl
     assert meter.take() == {"edge": Goodput(num_bytes=both, seconds=pytest.approx(2.0))}
 
 
+def test_a_neighbours_link_is_not_blamed_for_what_is_held_up_behind_it(clock: Clock):
+    known = peers(("device", "edge"), ("device", "edge", "cloud"))
+    meter = GoodputMeter(peers=known)
+    flowing(meter, known["cloud"], 1 << 20)
+    flowing(meter, known["edge"], 1 << 10)
+    acknowledge(meter, known["cloud"], 1)
+    clock.now += 1.0
+    acknowledge(meter, known["cloud"], 1)
+    assert meter.take() == {}
+
+
 def test_what_is_acknowledged_at_once_tells_what_a_link_carries_at_least(clock: Clock):
     known = peers(("device", "edge"))
     meter = GoodputMeter(peers=known)
