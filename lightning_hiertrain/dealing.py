@@ -42,7 +42,8 @@ class Dealing:
         self._feed = feed
         self._data_tier = data_tier
         self._place = place
-        self._count = 0
+        self.count = 0
+        """How many mini-batches the data tier has dealt out or begun to."""
         self._ahead: MiniBatch | None = None
         """The next mini-batch, whose samples have left already."""
         self._announced: Announcement = (0, 0, None, True)
@@ -76,9 +77,9 @@ class Dealing:
             self._announced = (known.index, known.num_samples, batch.weight, known.is_divided)
         else:
             self._ahead = None
-            self._count += 1
+            self.count += 1
             samples, is_divided = num_samples(batch.content), fits(batch.content, chain)
-            self._announced = (self._count, samples, batch.weight, is_divided)
+            self._announced = (self.count, samples, batch.weight, is_divided)
         self._calls.tell(tag, (self._announced, news))
         return news
 
@@ -104,8 +105,8 @@ class Dealing:
         mini_batch = ahead or self._feed.deal(batch, self._announced[0], schedule, chain)
         following = next_batch()
         if following is not None:
-            self._count += 1
-            self._ahead = self._feed.deal(following, self._count, schedule, chain, ahead=True)
+            self.count += 1
+            self._ahead = self._feed.deal(following, self.count, schedule, chain, ahead=True)
         return mini_batch
 
     def evaluate(self, batch: Any, weight: int | None, evaluator: str) -> tuple[Any, int | None]:

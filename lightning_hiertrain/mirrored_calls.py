@@ -26,7 +26,8 @@ class MirroredCalls:
         """Tiers that take no part in steps: what they are told may take a moment."""
         self._network = network
         self._mirror = mirror
-        self._count = 0
+        self.count = 0
+        """How many tags there have been."""
 
     def run_on(
         self, leader: str, step: Callable[[], Any], weight: int | None, operation: str
@@ -95,5 +96,5 @@ class MirroredCalls:
 
     def tag(self, what: str) -> str:
         """Returns a tag that no other message has, the same on all tiers."""
-        self._count += 1
-        return f"{what}/{self._count}"
+        self.count += 1
+        return f"{what}/{self.count}"

@@ -53,6 +53,8 @@ class Session:
         keeps_inputs: Whether raw samples stay on the data tier.
         writer: The tier that writes checkpoints and logs.
         replan: Makes a schedule for the tiers left when one has died; `None` if that ends the run.
+        after: The run before this one over the same links. What it sent last, such as samples of a
+            mini-batch that was never trained on, may still be there.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Session:
         keeps_inputs: bool,
         writer: str,
         replan: Replan | None,
+        after: Session | None = None,
     ) -> None:
         self.network = network
         self.collectives = collectives
@@ -83,6 +86,8 @@ class Session:
         self._dealing = Dealing(
             network, self.calls, self._feed, data_tier=data_tier, place=self.placed
         )
+        if after is not None:
+            self.calls.count, self._dealing.count = after.calls.count, after._dealing.count
         self.members = Members(
             network, (data_tier, writer), replan=replan, on_lost=self._make_up_for
         )
@@ -141,6 +146,11 @@ class Session:
     def measured_step_seconds(self) -> float | None:
         """Median time of a step under the schedule in force, without the first few."""
         return self._times.median_seconds
+
+    def knows(self, module: LightningModule) -> bool:
+        """Whether a module is the one that was traced, with the same parameters."""
+        known, now = self.parameters, dict(module.named_parameters())
+        return known.keys() == now.keys() and all(now[name] is x for name, x in known.items())
 
     # Batches
 

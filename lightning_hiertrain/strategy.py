@@ -207,7 +207,10 @@ class HierTrainStrategy(TierStates):
         assert self._network is not None
         assert self._collectives is not None
         module, trainer = self.lightning_module, self.lightning_module.trainer
-        if self._session is None or self._session.module is not module:
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._session is None or not self._session.knows(module):
+            self._profile = self._settings.profile  # what was measured was another model
+        if self._session is None or self._session.module is not module or is_fitting:
             self._session = Session(
                 self._network,
                 self._collectives,
@@ -217,6 +220,7 @@ class HierTrainStrategy(TierStates):
                 keeps_inputs=self._settings.keep_inputs_on_data_tier,
                 writer=self._tier_of_rank[0],
                 replan=self._replan if self._settings.on_tier_lost == "continue" else None,
+                after=self._session,
             )
         self._session.mirror.wrap_hooks(self._run_hook)
         self._remote_data = RemoteData(
@@ -231,10 +235,10 @@ class HierTrainStrategy(TierStates):
         self._lookahead = LookAhead(trainer, module)
         self._hooks = UserHooks(trainer, module)
         self._session.weights_may_change = self._hooks.change_weights
-        if trainer.state.fn == TrainerFn.FITTING:
+        if is_fitting:
             self._bring_weights.attach(trainer, self._hooks)
             self._agreement.attach(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and self._settings.measures and not self._profile:
+        if is_fitting and self._settings.measures and not self._profile:
             self._profiling.attach(trainer)
 
     def _connect(self, environment: ClusterEnvironment) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -83,6 +84,33 @@ def fit_and_test_without_keys(plain: bool = False) -> dict[str, Any]:
     trainer = make_trainer(plain=plain, topology=topology)
     (metrics,) = trainer.test(module, rows(), verbose=False)
     return {**weights(module), "val_loss": metrics["val_loss"]}
+
+
+def fit_again_with_new_parts(plain: bool = False) -> dict[str, Any]:
+    """The module is the same object in both runs, its parameters are not."""
+    seed_everything(5)
+    module = Small()
+    trainer = make_trainer(plain=plain)
+    trainer.fit(module, rows())
+    for name, part in module.named_children():
+        setattr(module, name, copy.deepcopy(part))
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, rows())
+    return {**weights(module), "epoch": trainer.current_epoch}
+
+
+def fit_again_after_some_steps(plain: bool = False) -> dict[str, Any]:
+    """The first run ends in the middle of an epoch, when the next samples may have left."""
+    seed_everything(5)
+    module = Small()
+    loader: DataLoader[Any] = DataLoader(
+        rows(count=60).dataset, batch_size=rows().batch_size, shuffle=True
+    )
+    trainer = make_trainer(plain=plain, max_epochs=-1, max_steps=2)
+    trainer.fit(module, loader)
+    trainer.fit_loop.epoch_loop.max_steps = 9
+    trainer.fit(module, loader)
+    return {**weights(module), "step": trainer.global_step}
 
 
 def fit_another_model(plain: bool = False) -> dict[str, Any]:

@@ -14,6 +14,8 @@ CASES = (
     "fit_then_test_with_another_trainer",
     "fit_and_test_without_keys",
     "fit_twice",
+    "fit_again_with_new_parts",
+    "fit_again_after_some_steps",
     "fit_another_model",
     "train_nothing",
     "fit_after_failure",
