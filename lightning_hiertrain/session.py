@@ -345,11 +345,11 @@ class Session:
                 if observer is not None:
                     observer.step_ended()
                 payload = recording.payload(ends=True)
-            self.calls.tell(
-                f"{index}/update", {**payload, "settings": settings.changed_since(before)}
-            )
+            by_hand = self._owner.by_hand.stepped()
+            payload |= {"settings": settings.changed_since(before), "by_hand": by_hand}
+            self.calls.tell(f"{index}/update", payload)
             with Doing(self.network, "weights"):
-                self._owner.return_weights(index, self.schedule)
+                self._owner.return_weights(index, self.schedule, by_hand)
         else:
             result = whole_closure()
             self._prefix.forget()
@@ -358,6 +358,7 @@ class Session:
             )
             self.mirror.replay(payload)
             settings.adopt(payload["settings"])
+            by_hand = payload["by_hand"]
             if self.tier in self.schedule.prefix_workers:
                 self._prefix.expect_weights(index, self.schedule)
             if observer is not None:
@@ -365,6 +366,7 @@ class Session:
         self._feed.forget(index)
         trained = {name for name, p in self.parameters.items() if p.requires_grad}
         self.replicas.stepped(self.schedule, self.chain, trained)
+        self.replicas.changed_by_hand(by_hand)
         self._at_boundary = True
         self._times.end()
         self.watch.step_ended()
@@ -387,6 +389,14 @@ class Session:
         self.settle()
         if self.weights_may_change:
             self.replicas.trust_owner_only()
+        elif self._owner is not None:
+            tag, owner = self.calls.tag("changed by hand"), self.replicas.owner
+            if self.tier == owner:
+                by_hand = self._owner.by_hand.changed()
+                self.calls.tell(tag, by_hand)
+            else:
+                by_hand = self.network.receive(owner, tag, operation="hear of changed weights")
+            self.replicas.changed_by_hand(by_hand)
         for tier in tiers:
             self.replicas.bring(tier)
 
@@ -471,6 +481,8 @@ class Session:
             self.replicas.bring(worker, names, with_buffers=True)
         self.replicas.move_ownership(new, optimizers, precision)
         self.members.need(new)
+        assert self._owner is not None
+        self._owner.by_hand.begin()
         self.schedule = schedule
         involved = {self.data_tier, new, *schedule.prefix_workers}
         self.calls.onlookers = frozenset(self.network.topology.names) - involved

@@ -29,6 +29,7 @@ from lightning_hiertrain.checks import check_module, check_trainer
 from lightning_hiertrain.execution.settings import TrainedSettings
 from lightning_hiertrain.execution.shown import shown
 from lightning_hiertrain.launching import Launcher
+from lightning_hiertrain.log_folders import share_log_folder
 from lightning_hiertrain.lookahead import LookAhead, batch_size
 from lightning_hiertrain.meeting import meet, open_links, tell
 from lightning_hiertrain.opening import open_run, plan_and_adopt, replan
@@ -207,6 +208,7 @@ class HierTrainStrategy(TierStates):
         assert self._network is not None
         assert self._collectives is not None
         module, trainer = self.lightning_module, self.lightning_module.trainer
+        self._log_folder = share_log_folder(trainer, self._collectives, self._tier_of_rank[0])
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if self._session is None or not self._session.knows(module):
             self._profile = self._settings.profile  # what was measured was another model

@@ -5,7 +5,8 @@ No process group is opened: barrier, broadcast and the like run over the links b
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,6 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_hiertrain.launching import Launcher
+from lightning_hiertrain.log_folders import asks_for_log_folder
 from lightning_hiertrain.session import Session
 from lightning_hiertrain.transport.collectives import Collectives
 from lightning_hiertrain.transport.network import Network
@@ -30,6 +32,8 @@ class TierProcesses(ParallelStrategy):
     _session: Session | None = None
     _num_nodes = 1
     _failed_process: tuple[int, int] | None = None
+    _log_folder: str | None = None
+    """Rank 0's `trainer.log_dir`."""
 
     @property
     def session(self) -> Session:
@@ -139,6 +143,8 @@ class TierProcesses(ParallelStrategy):
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         """Returns the object of rank `src` on all tiers."""
+        if asks_for_log_folder(inspect.currentframe().f_back):  # type: ignore[union-attr]
+            return obj if self.is_global_zero else cast(TBroadcast, self._log_folder or obj)
         if self._collectives is None or self._is_local:
             return obj
         result: TBroadcast = self._collectives.broadcast(obj, self._tier_of_rank[src])

@@ -19,6 +19,8 @@ def with_own_kernels(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str
         optimizer: The optimizer.
         state: What `state_dict` returned on any tier.
     """
+    if "param_groups" not in state:  # what Lightning puts in the place of no optimizer
+        return dict(state)
     groups, own = state["param_groups"], optimizer.param_groups
     if len(groups) == len(own):  # if not, the optimizer has an error for it
         kept = [{key: group[key] for key in KERNELS & group.keys()} for group in own]

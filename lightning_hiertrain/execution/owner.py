@@ -6,7 +6,7 @@ It takes in activations, runs the rest, gathers gradients and returns weights.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_hiertrain.errors import PeerLostError, TraceError
 from lightning_hiertrain.execution.buffers import Buffers
+from lightning_hiertrain.execution.by_hand import WeightsByHand
 from lightning_hiertrain.execution.chunks import chunks_of
 from lightning_hiertrain.execution.feed import MiniBatch
 from lightning_hiertrain.execution.substitute import Passed, RowsOf, Substitute
@@ -69,6 +70,8 @@ class Owner:
         self._substitute = Substitute(
             chain, module, self._buffers, rows_of=rows_of, without_trace=without_trace
         )
+        self.by_hand = WeightsByHand(self._parameters)
+        """The weights that the user's code may change."""
         self._returned: dict[str, Tensor] = {}
         """The weights that prefix workers have received, as they were then."""
         self._awaited: dict[str, _Awaited] = {}
@@ -286,12 +289,18 @@ class Owner:
             return self._substitute.buffers(worker)
         return buffers
 
-    def return_weights(self, index: int, schedule: Schedule) -> None:
-        """Sends each prefix worker the new weights of its layers, in the order of their use."""
-        with self._network.together():
-            self._return_weights(index, schedule)
+    def return_weights(self, index: int, schedule: Schedule, by_hand: Collection[str]) -> None:
+        """Sends each prefix worker the new weights of its layers, in the order of their use.
 
-    def _return_weights(self, index: int, schedule: Schedule) -> None:
+        Args:
+            index: The last mini-batch of the update.
+            schedule: The schedule in force.
+            by_hand: Which weights the user's code has changed.
+        """
+        with self._network.together():
+            self._return_weights(index, schedule, by_hand)
+
+    def _return_weights(self, index: int, schedule: Schedule, by_hand: Collection[str]) -> None:
         for worker in schedule.prefix_workers if self._buffers else ():
             buffers = self._buffers.shared_with(worker)
             self._network.send(worker, new_buffers_tag(index), buffers)
@@ -300,9 +309,8 @@ class Owner:
             weights = {}
             for name in self._chain[layer - 1].parameters:
                 parameter = self._parameters[name]
-                if name not in self._returned and parameter.requires_grad:
-                    if parameter.grad is None:
-                        continue
+                is_new = name in by_hand or (parameter.requires_grad and parameter.grad is not None)
+                if is_new and name not in self._returned:
                     self._returned[name] = parameter.detach().clone()
                 if name in self._returned:
                     weights[name] = self._returned[name]

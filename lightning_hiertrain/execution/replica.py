@@ -67,6 +67,13 @@ class Replicas:
             elif tier != schedule.owner:
                 stale |= trained
 
+    def changed_by_hand(self, names: Iterable[str]) -> None:
+        """Notes that the user's code has changed weights on the owner."""
+        names = set(names)
+        for tier, stale in self._stale.items():
+            if tier != self.owner:
+                stale |= names
+
     def bring(
         self, target: str, names: Iterable[str] | None = None, *, with_buffers: bool = False
     ) -> None:

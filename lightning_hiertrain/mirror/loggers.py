@@ -67,7 +67,8 @@ class LoggerCalls:
             if index < len(self._loggers):
                 target: Any = self._loggers[index]
                 target = target.experiment if on_experiment else target
-                getattr(target, name)(*args, **kwargs)
+                if target is not None:
+                    getattr(target, name)(*args, **kwargs)
 
     def _recorder(self, index: int) -> _Record:
         def record(
@@ -133,7 +134,8 @@ def _recorded(cls: Any, name: str) -> Callable[..., Any]:
 def _recorded_experiment(cls: Any) -> Callable[[Any], Any]:
     def experiment(self: Any) -> Any:
         found = cls.experiment.fget(self)
-        if isinstance(found, _DummyExperiment):
+        # What `rank_zero_only` makes of a property, and what `rank_zero_experiment` does.
+        if found is None or isinstance(found, _DummyExperiment):
             return _Experiment(vars(self)[_RECORD])
         return found
 

@@ -28,6 +28,7 @@ from lightning_hiertrain.mirror.reductions import reduction
 from lightning_hiertrain.mirror.untraced import without_trace
 from lightning_hiertrain.mirror.values import Carrier, carry_or_none, placed
 from lightning_hiertrain.partition.calls import aside
+from lightning_hiertrain.partition.counts import RowCount
 
 log = logging.getLogger(__name__)
 
@@ -328,8 +329,12 @@ class Mirror:
     ) -> None:
         kwargs |= dict(zip(_LOG_PARAMETERS, args, strict=False))
         given, meant = kwargs.get("batch_size"), recording.batch_size
-        if given is not None and meant is not None and given == recording.own_samples:
+        if isinstance(given, RowCount):
+            kwargs["batch_size"] = int(given)
+        elif given is not None and meant is not None and given == recording.own_samples:
             kwargs["batch_size"] = meant
+        if isinstance(value, RowCount):
+            value = int(value)
         with aside():
             self._log_depth += 1
             try:

@@ -16,6 +16,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
+from lightning_hiertrain.partition.counts import RowCount
 from lightning_hiertrain.transport.packing import pack
 
 _SCALARS = frozenset([type(None), bool, int, float, str])
@@ -57,6 +58,8 @@ class Carrier:
 
     def _carry(self, value: Any) -> Any:
         kind = type(value)
+        if kind is RowCount:
+            value, kind = int(value), int
         if kind in _SCALARS:
             self._spend(_NODE_BYTES + (len(value) if kind is str else 0))
             return value

@@ -8,10 +8,15 @@ return such a number: in front of the last cut it is that of the rows at hand.)
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import torch
+
+_OWN = "lightning_hiertrain."
+_TORCH_MODULES = "torch.nn.modules."
 
 
 class RowCount(int):
@@ -42,6 +47,18 @@ class RowCount(int):
 
     def __reduce__(self) -> Any:
         return int, (int(self),)
+
+
+def asked_by_torch() -> bool:
+    """Whether one of torch's own modules asks, which compares the size with those of tensors."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _module_of(frame).startswith(_OWN):
+        frame = frame.f_back
+    return frame is not None and _module_of(frame).startswith(_TORCH_MODULES)
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
 
 
 def put_right(value: Any, rows: int) -> Any:

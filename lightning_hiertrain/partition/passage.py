@@ -31,7 +31,7 @@ from lightning_hiertrain.partition.calls import (
     unrolled,
 )
 from lightning_hiertrain.partition.chain import Call, Kind, LayerChain, RowShape
-from lightning_hiertrain.partition.counts import counted, put_right
+from lightning_hiertrain.partition.counts import asked_by_torch, counted, put_right
 from lightning_hiertrain.partition.rows import placeholder
 
 Tap = Callable[[Tensor], Tensor]
@@ -181,7 +181,7 @@ class Passage(TorchFunctionMode):
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> Any:
         """Answers a question for the size of a tensor of the batch."""
-        if not self._joined or not args or id(args[0]) not in self._raw:
+        if not self._joined or not args or id(args[0]) not in self._raw or asked_by_torch():
             return result
         raw = self._raw[id(args[0])]
         answer = counted(

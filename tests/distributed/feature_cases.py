@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +122,46 @@ class Hooked(Net):
         total = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class ByHand(Net):
+    """Has weights that no optimizer changes: one in front of all layers, and averages of others.
+
+    They change within the step, without a trace in their version; sizes are asked for by `size`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x * self.scale)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y) + F.mse_loss(logits, self.teacher(x))
+        self.log("train_loss", loss, on_epoch=True, batch_size=x.size(0))
+        self.log("rows", x.shape[0])
+        return {"loss": loss, "rows": x.size(0)}
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.scale.data *= 0.9
+        for mean, weight in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            mean.data = 0.8 * mean.data + 0.2 * weight.data
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self.teacher(x * self.scale), y))
+
+
+class Notes(Callback):
+    """Writes on rank 0 alone, where that asks Lightning for the folder."""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            Path(str(trainer.log_dir), f"epoch{trainer.current_epoch}.txt").write_text("ended")
 
 
 class Clamped(Net):
@@ -451,6 +492,11 @@ PROJECTS: dict[str, Any] = {
         {"callbacks": [StepNorms(first=5)]},
         [loader()],
     ),
+    "weights changed by hand": lambda: (
+        ByHand(),
+        {"callbacks": [Notes()]},
+        [loader(), loader(2, 20)],
+    ),
     "labels read in a hook": lambda: (Looking(), {}, [loader()]),
     "moving average": lambda: (Averaged(), {}, [loader(), loader(2, 20)]),
     "nested batch": lambda: (
@@ -572,6 +618,7 @@ def fit_project(
             path.name: torch.load(path, weights_only=False)["state_dict"]
             for path in sorted(Path(folder).glob("*.ckpt"))
         },
+        "notes": sorted(path.name for path in Path(folder).glob("*.txt")),
         "steps": trainer.global_step,
         "epoch": trainer.current_epoch,
         "callback_metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},

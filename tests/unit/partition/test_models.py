@@ -445,6 +445,25 @@ def test_packed_sequences_are_cut_around(lengths):
     steps.check_every_cut()
 
 
+def test_a_first_state_made_for_the_samples_at_hand_fits():
+    """torch compared its size, that of a tier's rows, with the whole mini-batch's."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.head = nn.GRU(5, 6, 2, batch_first=True), nn.Linear(6, 4)
+
+        def forward(self, x):
+            first = torch.zeros(2, x.size(0), 6).to(x.device)
+            out, _ = self.rnn(x, first)
+            return self.head(out[:, -1, :])
+
+    x, y = torch.randn(6, 7, 5), torch.arange(6) % 4
+    steps = Steps(Recurrent(), lambda m, b: F.cross_entropy(m(b[0]), b[1]), (x, y))
+    assert len(steps.names) == 2
+    steps.check_every_cut()
+
+
 def test_experts_that_choose_their_samples_are_divided_without_own_rows():
     """The rows of an expert depend on the data, so that there is no placeholder for them."""
 
