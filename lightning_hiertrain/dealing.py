@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,8 @@ class Dealing:
         self._feed = feed
         self._data_tier = data_tier
         self._place = place
+        self.shows_training = self.shows_evaluation = False
+        """Whether callbacks read the whole mini-batch on every tier."""
         self.count = 0
         """How many mini-batches the data tier has dealt out or begun to."""
         self._ahead: MiniBatch | None = None
@@ -109,6 +111,28 @@ class Dealing:
             self._ahead = self._feed.deal(following, self.count, schedule, chain, ahead=True)
         return mini_batch
 
+    def show(self, batch: DealtBatch | None, mini_batch: MiniBatch) -> Any:
+        """Gives every tier the whole mini-batch, for callbacks that read it.
+
+        Args:
+            batch: On the data tier the mini-batch, elsewhere `None`.
+            mini_batch: The mini-batch as this tier knows it.
+        """
+        tag = f"{mini_batch.index}/whole batch"
+        if batch is not None:
+            leaves = batch_leaves(batch.content)
+            for tier in self._others():
+                message = self._feed.packed(batch.content, leaves, tier, "whole")
+                self._network.send(tier, tag, message, control=None)
+            return batch.content
+        message = self._network.receive(
+            self._data_tier, tag, operation="receive a mini-batch for callbacks"
+        )
+        return self._place(_unpacked(message))
+
+    def _others(self) -> list[str]:
+        return [tier for tier in self._network.topology.names if tier != self._data_tier]
+
     def evaluate(self, batch: Any, weight: int | None, evaluator: str) -> tuple[Any, int | None]:
         """Brings a batch of validation, test or prediction to the tier that evaluates.
 
@@ -118,21 +142,25 @@ class Dealing:
             evaluator: The tier that evaluates.
 
         Returns:
-            The batch, on that tier as it has arrived and on the data tier, and its size.
+            The batch, on that tier as it has arrived and on the data tier, or on every tier if
+            callbacks read it, and its size.
         """
         tag = self._calls.tag("evaluation")
         if self._network.tier == self._data_tier:
-            for tier in self._network.topology.names:
-                if tier != self._data_tier:
-                    message: dict[str, Any] = {"batch": None, "weight": weight}
-                    if tier == evaluator:
-                        message |= self._feed.packed(batch, batch_leaves(batch), tier, "evaluation")
-                    self._network.send(tier, tag, message, control=None)
+            for tier in self._others():
+                message: dict[str, Any] = {"batch": None, "weight": weight}
+                if tier == evaluator or self.shows_evaluation:
+                    message |= self._feed.packed(batch, batch_leaves(batch), tier, "evaluation")
+                self._network.send(tier, tag, message, control=None)
             return batch, weight
         message = self._network.receive(
             self._data_tier, tag, operation="receive a batch of validation, test or prediction"
         )
-        batch = message["batch"]
-        if "leaves" in message:
-            batch = with_leaves(batch, [unpack(leaf) for leaf in message["leaves"]])
-        return batch, message["weight"]
+        return _unpacked(message), message["weight"]
+
+
+def _unpacked(message: Mapping[str, Any]) -> Any:
+    batch = message["batch"]
+    if "leaves" not in message:
+        return batch
+    return with_leaves(batch, [unpack(leaf) for leaf in message["leaves"]])

@@ -244,6 +244,22 @@ class Session:
         if pending is not None:
             self._switch(pending, optimizers, precision)
 
+    def show_batches(self, *, training: bool, evaluation: bool) -> None:
+        """Says whether callbacks read whole mini-batches on every tier."""
+        self._dealing.shows_training = training
+        self._dealing.shows_evaluation = evaluation
+
+    @property
+    def shows_evaluation(self) -> bool:
+        """Whether every tier gets the batches of validation, test and prediction."""
+        return self._dealing.shows_evaluation
+
+    def shown_batch(self, batch: DealtBatch | None) -> Any:
+        """Returns the whole mini-batch on every tier if callbacks read it, else `None`."""
+        assert self.mini_batch is not None
+        shows = self._dealing.shows_training
+        return self._dealing.show(batch, self.mini_batch) if shows else None
+
     def begin_evaluation_batch(
         self, batch: Any, weight: int | None, dataloader_idx: int
     ) -> tuple[Any, int | None]:

@@ -19,11 +19,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_hiertrain.agreement import Agreement
+from lightning_hiertrain.batch_use import EVALUATION_HOOKS, TRAINING_HOOKS, reading_batches
 from lightning_hiertrain.callbacks import ProfilingCallback
 from lightning_hiertrain.checks import check_module, check_trainer
 from lightning_hiertrain.execution.settings import TrainedSettings
@@ -45,6 +47,11 @@ from lightning_hiertrain.transport.collectives import Collectives
 from lightning_hiertrain.user_hooks import BringWeights, UserHooks
 
 log = logging.getLogger(__name__)
+
+_BATCHES_TRAVEL = (
+    "the callback `{}` reads `batch`: whole mini-batches travel to all tiers for it, which takes "
+    "time; a hook under `rank_zero_only` does without if rank 0 is the data tier"
+)
 
 
 class HierTrainStrategy(TierStates):
@@ -237,11 +244,26 @@ class HierTrainStrategy(TierStates):
         self._lookahead = LookAhead(trainer, module)
         self._hooks = UserHooks(trainer, module)
         self._session.weights_may_change = self._hooks.change_weights
+        self._show_batches(self._session, trainer)
         if is_fitting:
             self._bring_weights.attach(trainer, self._hooks)
             self._agreement.attach(trainer)
         if is_fitting and self._settings.measures and not self._profile:
             self._profiling.attach(trainer)
+
+    def _show_batches(self, session: Session, trainer: Trainer) -> None:
+        """Lets whole mini-batches travel to all tiers if callbacks on any of them read them."""
+        if self._settings.keep_inputs_on_data_tier:
+            return
+        is_at_rank_zero = self._tier_of_rank[0] == self._settings.data_tier
+        read = [
+            reading_batches(trainer.callbacks, hooks, but_rank_zero=is_at_rank_zero)  # type: ignore[attr-defined]
+            for hooks in (TRAINING_HOOKS, EVALUATION_HOOKS)
+        ]
+        training, evaluation = zip(*session.collectives.all_gather(read), strict=True)
+        session.show_batches(training=any(training), evaluation=any(evaluation))
+        for name in dict.fromkeys(name for names in (*training, *evaluation) for name in names):
+            rank_zero_warn(_BATCHES_TRAVEL.format(name))
 
     def _connect(self, environment: ClusterEnvironment) -> None:
         """Opens the links and meets the other tiers; after a failed or another run, anew."""
@@ -307,8 +329,11 @@ class HierTrainStrategy(TierStates):
         mini_batch = session.begin_training_batch(
             whole, lambda: lookahead.following(move), self.optimizers, self.precision_plugin
         )
+        seen = session.shown_batch(whole)
         if whole is not None:
             return whole.content
+        if seen is not None:
+            return seen
         if session.is_owner:
             assert session.chain is not None
             return shown(mini_batch, session.chain, session.data_tier)
@@ -321,8 +346,8 @@ class HierTrainStrategy(TierStates):
         content, self._weight = session.begin_evaluation_batch(whole, weight, dataloader_idx)
         if session.is_data_tier:
             return whole
-        is_evaluator = session.tier == session.evaluator
-        return content if is_evaluator else sized_token(batch, self._weight or 1)
+        has_it = session.tier == session.evaluator or session.shows_evaluation
+        return content if has_it else sized_token(batch, self._weight or 1)
 
     def sandbox(self) -> Sandbox:
         """Returns a copy of the module to trace and measure."""

@@ -164,6 +164,27 @@ class Notes(Callback):
             Path(str(trainer.log_dir), f"epoch{trainer.current_epoch}.txt").write_text("ended")
 
 
+class Pictures(Callback):
+    """Looks at mini-batches, on whatever tier it runs."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        x, y = batch
+        self.seen.append(float(x.sum() + y.sum()))
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        self.seen.append(float(pl_module(batch[0]).sum()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+
 class Clamped(Net):
     """Changes its weights after each step, and the gradients before it."""
 
@@ -497,6 +518,11 @@ PROJECTS: dict[str, Any] = {
         {"callbacks": [Notes()]},
         [loader(), loader(2, 20)],
     ),
+    "mini-batches read in a callback": lambda: (
+        Net(),
+        {"callbacks": [Pictures()]},
+        [loader(shuffle=True), loader(2, 20)],
+    ),
     "labels read in a hook": lambda: (Looking(), {}, [loader()]),
     "moving average": lambda: (Averaged(), {}, [loader(), loader(2, 20)]),
     "nested batch": lambda: (
@@ -629,7 +655,9 @@ def fit_project(
     for name in ("losses", "counts", "best", "kept"):
         if hasattr(module, name):
             report[name] = getattr(module, name)
-    report["callbacks"] = [x.state_dict() for x in callbacks if isinstance(x, Norms | StepNorms)]
+    report["callbacks"] = [
+        x.state_dict() for x in callbacks if isinstance(x, Norms | StepNorms | Pictures)
+    ]
     if datamodule is not None:
         report["calls"] = list(CALLS)
         report["num_samples"] = datamodule.num_samples

@@ -1,0 +1,67 @@
+"""Which callbacks read the mini-batch itself: every tier runs them, and one has the samples."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Iterable
+from types import CodeType
+
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+_LIBRARIES = ("lightning", "pytorch_lightning", "lightning_hiertrain")
+TRAINING_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+EVALUATION_HOOKS = (
+    *(f"on_{x}_batch_{y}" for x in ("validation", "test", "predict") for y in ("start", "end")),
+    "write_on_batch_end",
+)
+
+
+def reading_batches(
+    callbacks: Iterable[Callback], hooks: Iterable[str], *, but_rank_zero: bool
+) -> list[str]:
+    """Returns the names of the user's callbacks whose code reads its argument `batch`.
+
+    Args:
+        callbacks: The Trainer's callbacks.
+        hooks: The hooks to look at.
+        but_rank_zero: Whether those under `rank_zero_only` do not count, because rank 0 has the
+            samples.
+    """
+    own = [x for x in callbacks if type(x).__module__.partition(".")[0] not in _LIBRARIES]
+    return [
+        type(callback).__name__
+        for callback in own
+        if any(_reads(callback, name, but_rank_zero=but_rank_zero) for name in hooks)
+    ]
+
+
+def _reads(callback: Callback, name: str, *, but_rank_zero: bool) -> bool:
+    base = BasePredictionWriter if name == "write_on_batch_end" else Callback
+    if not isinstance(callback, base) or not is_overridden(name, callback, base):
+        return False
+    hook = getattr(callback, name)
+    inner = inspect.unwrap(hook)
+    code = getattr(getattr(inner, "__func__", inner), "__code__", None)
+    outer = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    if code is None or (but_rank_zero and _is_rank_zero_only(outer)):
+        return False
+    position = list(inspect.signature(getattr(base, name)).parameters).index("batch")
+    if "self" not in code.co_varnames[:1]:
+        position -= 1
+    names = code.co_varnames[: code.co_argcount]
+    return position < len(names) and _loads(code, names[position])
+
+
+def _is_rank_zero_only(code: CodeType | None) -> bool:
+    return code is not None and code.co_filename.endswith("rank_zero.py")
+
+
+def _loads(code: CodeType, name: str) -> bool:
+    for step in dis.get_instructions(code):
+        named = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        if name in named and step.opname.startswith("LOAD"):
+            return True
+    return False
