@@ -1,4 +1,4 @@
-"""Which callbacks read the mini-batch itself: every tier runs them, and one has the samples."""
+"""Which hooks read the mini-batch itself, where the tier that runs them need not have it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dis
 import inspect
 from collections.abc import Iterable
 from types import CodeType
+from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -34,15 +35,24 @@ def reading_batches(
     return [
         type(callback).__name__
         for callback in own
-        if any(_reads(callback, name, but_rank_zero=but_rank_zero) for name in hooks)
+        if any(
+            _reads(callback, name, base, but_rank_zero=but_rank_zero)
+            for name in hooks
+            for base in (Callback, BasePredictionWriter)
+            if isinstance(callback, base) and hasattr(base, name)
+        )
     ]
 
 
-def _reads(callback: Callback, name: str, *, but_rank_zero: bool) -> bool:
-    base = BasePredictionWriter if name == "write_on_batch_end" else Callback
-    if not isinstance(callback, base) or not is_overridden(name, callback, base):
+def module_reads_batches(module: LightningModule) -> bool:
+    """Whether a hook of the module around training steps reads its argument `batch`."""
+    return any(_reads(module, name, LightningModule) for name in TRAINING_HOOKS)
+
+
+def _reads(hooked: Any, name: str, base: type, *, but_rank_zero: bool = False) -> bool:
+    if not is_overridden(name, hooked, base):
         return False
-    hook = getattr(callback, name)
+    hook = getattr(hooked, name)
     inner = inspect.unwrap(hook)
     code = getattr(getattr(inner, "__func__", inner), "__code__", None)
     outer = getattr(getattr(hook, "__func__", hook), "__code__", None)

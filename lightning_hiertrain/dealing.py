@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,8 +42,8 @@ class Dealing:
         self._feed = feed
         self._data_tier = data_tier
         self._place = place
-        self.shows_training = self.shows_evaluation = False
-        """Whether callbacks read the whole mini-batch on every tier."""
+        self.shows_evaluation = False
+        """Whether callbacks read batches of validation, test and prediction on every tier."""
         self.count = 0
         """How many mini-batches the data tier has dealt out or begun to."""
         self._ahead: MiniBatch | None = None
@@ -111,22 +111,28 @@ class Dealing:
             self._ahead = self._feed.deal(following, self.count, schedule, chain, ahead=True)
         return mini_batch
 
-    def show(self, batch: DealtBatch | None, mini_batch: MiniBatch) -> Any:
-        """Gives every tier the whole mini-batch, for callbacks that read it.
+    def show(self, batch: DealtBatch | None, index: int, tiers: Collection[str]) -> Any:
+        """Gives tiers the whole mini-batch, for hooks that read it.
 
         Args:
             batch: On the data tier the mini-batch, elsewhere `None`.
-            mini_batch: The mini-batch as this tier knows it.
+            index: The mini-batch's number.
+            tiers: Those that get it, besides the data tier.
+
+        Returns:
+            The batch, `None` on tiers that do not get it.
         """
-        tag = f"{mini_batch.index}/whole batch"
+        tag = f"{index}/whole batch"
         if batch is not None:
             leaves = batch_leaves(batch.content)
-            for tier in self._others():
+            for tier in tiers:
                 message = self._feed.packed(batch.content, leaves, tier, "whole")
                 self._network.send(tier, tag, message, control=None)
             return batch.content
+        if self._network.tier not in tiers:
+            return None
         message = self._network.receive(
-            self._data_tier, tag, operation="receive a mini-batch for callbacks"
+            self._data_tier, tag, operation="receive a mini-batch for hooks"
         )
         return self._place(_unpacked(message))
 

@@ -94,6 +94,7 @@ class Session:
         self._owner: Owner | None = None
         self._prefix: PrefixWorker | None = None
         self._pending: Schedule | None = None
+        self._shows = self._shows_owner = False
         self._synchronises = True
         self._exchanged = False
         self._at_boundary = True
@@ -244,9 +245,15 @@ class Session:
         if pending is not None:
             self._switch(pending, optimizers, precision)
 
-    def show_batches(self, *, training: bool, evaluation: bool) -> None:
-        """Says whether callbacks read whole mini-batches on every tier."""
-        self._dealing.shows_training = training
+    def show_batches(self, *, training: bool, training_to_owner: bool, evaluation: bool) -> None:
+        """Says which hooks read whole mini-batches.
+
+        Args:
+            training: Whether callbacks do so around training steps, on every tier.
+            training_to_owner: Whether the module's hooks do so, on the owner.
+            evaluation: Whether callbacks do so in validation, test or prediction.
+        """
+        self._shows, self._shows_owner = training, training_to_owner
         self._dealing.shows_evaluation = evaluation
 
     @property
@@ -255,10 +262,13 @@ class Session:
         return self._dealing.shows_evaluation
 
     def shown_batch(self, batch: DealtBatch | None) -> Any:
-        """Returns the whole mini-batch on every tier if callbacks read it, else `None`."""
+        """Returns the whole mini-batch on tiers where hooks read it, else `None`."""
         assert self.mini_batch is not None
-        shows = self._dealing.shows_training
-        return self._dealing.show(batch, self.mini_batch) if shows else None
+        tiers: set[str] = set(self.network.topology.names) if self._shows else set()
+        if self._shows_owner:
+            tiers.add(self.owner)
+        tiers.discard(self.data_tier)
+        return self._dealing.show(batch, self.mini_batch.index, tiers) if tiers else None
 
     def begin_evaluation_batch(
         self, batch: Any, weight: int | None, dataloader_idx: int

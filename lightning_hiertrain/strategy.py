@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,7 +25,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_hiertrain.agreement import Agreement
-from lightning_hiertrain.batch_use import EVALUATION_HOOKS, TRAINING_HOOKS, reading_batches
+from lightning_hiertrain.batch_use import (
+    EVALUATION_HOOKS,
+    TRAINING_HOOKS,
+    module_reads_batches,
+    reading_batches,
+)
 from lightning_hiertrain.callbacks import ProfilingCallback
 from lightning_hiertrain.checks import check_module, check_trainer
 from lightning_hiertrain.execution.settings import TrainedSettings
@@ -252,16 +257,21 @@ class HierTrainStrategy(TierStates):
             self._profiling.attach(trainer)
 
     def _show_batches(self, session: Session, trainer: Trainer) -> None:
-        """Lets whole mini-batches travel to all tiers if callbacks on any of them read them."""
+        """Lets whole mini-batches travel to the tiers where hooks read them."""
         if self._settings.keep_inputs_on_data_tier:
             return
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         is_at_rank_zero = self._tier_of_rank[0] == self._settings.data_tier
         read = [
-            reading_batches(trainer.callbacks, hooks, but_rank_zero=is_at_rank_zero)  # type: ignore[attr-defined]
+            reading_batches(callbacks, hooks, but_rank_zero=is_at_rank_zero)
             for hooks in (TRAINING_HOOKS, EVALUATION_HOOKS)
         ]
         training, evaluation = zip(*session.collectives.all_gather(read), strict=True)
-        session.show_batches(training=any(training), evaluation=any(evaluation))
+        session.show_batches(
+            training=any(training),
+            training_to_owner=module_reads_batches(session.module),
+            evaluation=any(evaluation),
+        )
         for name in dict.fromkeys(name for names in (*training, *evaluation) for name in names):
             rank_zero_warn(_BATCHES_TRAVEL.format(name))
 

@@ -315,12 +315,14 @@ class Looking(Net):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert len(batch[0]) == len(batch[1])
         self.log("labels", batch[1].double().mean())
-        if self.looks:
-            self.log("inputs", batch[0].mean())
+        self.log("inputs", batch[0].mean())
 
-    def __init__(self, looks: bool = False) -> None:
-        super().__init__()
-        self.looks = looks
+
+class LookingAside(Net):
+    """Looks at it so that its code does not tell."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("inputs", args[1][0].mean())
 
 
 class Norms(Callback):
@@ -523,7 +525,7 @@ PROJECTS: dict[str, Any] = {
         {"callbacks": [Pictures()]},
         [loader(shuffle=True), loader(2, 20)],
     ),
-    "labels read in a hook": lambda: (Looking(), {}, [loader()]),
+    "mini-batches read in a hook": lambda: (Looking(), {}, [loader()]),
     "moving average": lambda: (Averaged(), {}, [loader(), loader(2, 20)]),
     "nested batch": lambda: (
         Structured(),
@@ -593,7 +595,7 @@ PROJECTS: dict[str, Any] = {
 
 REFUSED: dict[str, Any] = {
     "weights read late": lambda: (Net(), {"callbacks": [Hidden()]}, [loader()]),
-    "inputs read in a hook": lambda: (Looking(looks=True), {}, [loader()]),
+    "inputs read in a hook": lambda: (LookingAside(), {}, [loader()]),
 }
 
 
