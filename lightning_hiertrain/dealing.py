@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +10,9 @@ from lightning_hiertrain.execution import DealtBatch, Feed, MiniBatch
 from lightning_hiertrain.execution.feed import Announcement
 from lightning_hiertrain.mirrored_calls import MirroredCalls
 from lightning_hiertrain.partition.chain import LayerChain
-from lightning_hiertrain.partition.rows import batch_leaves, num_samples, with_leaves
+from lightning_hiertrain.partition.rows import batch_leaves, num_samples
 from lightning_hiertrain.partition.views import fits
 from lightning_hiertrain.schedule import Schedule
-from lightning_hiertrain.transport.lossless import unpack
 from lightning_hiertrain.transport.network import Network
 
 
@@ -42,8 +41,6 @@ class Dealing:
         self._feed = feed
         self._data_tier = data_tier
         self._place = place
-        self.shows_evaluation = False
-        """Whether callbacks read batches of validation, test and prediction on every tier."""
         self.count = 0
         """How many mini-batches the data tier has dealt out or begun to."""
         self._ahead: MiniBatch | None = None
@@ -111,62 +108,31 @@ class Dealing:
             self._ahead = self._feed.deal(following, self.count, schedule, chain, ahead=True)
         return mini_batch
 
-    def show(self, batch: DealtBatch | None, index: int, tiers: Collection[str]) -> Any:
-        """Gives tiers the whole mini-batch, for hooks that read it.
-
-        Args:
-            batch: On the data tier the mini-batch, elsewhere `None`.
-            index: The mini-batch's number.
-            tiers: Those that get it, besides the data tier.
-
-        Returns:
-            The batch, `None` on tiers that do not get it.
-        """
-        tag = f"{index}/whole batch"
-        if batch is not None:
-            leaves = batch_leaves(batch.content)
-            for tier in tiers:
-                message = self._feed.packed(batch.content, leaves, tier, "whole")
-                self._network.send(tier, tag, message, control=None)
-            return batch.content
-        if self._network.tier not in tiers:
-            return None
-        message = self._network.receive(
-            self._data_tier, tag, operation="receive a mini-batch for hooks"
-        )
-        return self._place(_unpacked(message))
-
-    def _others(self) -> list[str]:
-        return [tier for tier in self._network.topology.names if tier != self._data_tier]
-
-    def evaluate(self, batch: Any, weight: int | None, evaluator: str) -> tuple[Any, int | None]:
+    def evaluate(
+        self, batch: Any, weight: int | None, evaluator: str, *, to_all: bool
+    ) -> tuple[Any, int | None]:
         """Brings a batch of validation, test or prediction to the tier that evaluates.
 
         Args:
             batch: On the data tier the batch.
             weight: On the data tier its size by Lightning's rules.
             evaluator: The tier that evaluates.
+            to_all: Whether every tier gets the batch.
 
         Returns:
-            The batch, on that tier as it has arrived and on the data tier, or on every tier if
-            callbacks read it, and its size.
+            The batch, on those tiers as it has arrived and on the data tier, and its size.
         """
         tag = self._calls.tag("evaluation")
         if self._network.tier == self._data_tier:
-            for tier in self._others():
+            for tier in self._network.topology.names:
+                if tier == self._data_tier:
+                    continue
                 message: dict[str, Any] = {"batch": None, "weight": weight}
-                if tier == evaluator or self.shows_evaluation:
+                if tier == evaluator or to_all:
                     message |= self._feed.packed(batch, batch_leaves(batch), tier, "evaluation")
                 self._network.send(tier, tag, message, control=None)
             return batch, weight
         message = self._network.receive(
             self._data_tier, tag, operation="receive a batch of validation, test or prediction"
         )
-        return _unpacked(message), message["weight"]
-
-
-def _unpacked(message: Mapping[str, Any]) -> Any:
-    batch = message["batch"]
-    if "leaves" not in message:
-        return batch
-    return with_leaves(batch, [unpack(leaf) for leaf in message["leaves"]])
+        return self._feed.unpacked(message), message["weight"]

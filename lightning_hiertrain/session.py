@@ -28,6 +28,7 @@ from lightning_hiertrain.partition.rows import batch_leaves
 from lightning_hiertrain.placing import placed
 from lightning_hiertrain.profiles import Profile
 from lightning_hiertrain.schedule import Schedule, Share
+from lightning_hiertrain.showing import Showing
 from lightning_hiertrain.step_times import StepTimes
 from lightning_hiertrain.transport.collectives import Collectives
 from lightning_hiertrain.transport.network import Network
@@ -86,6 +87,8 @@ class Session:
         self._dealing = Dealing(
             network, self.calls, self._feed, data_tier=data_tier, place=self.placed
         )
+        self.showing = Showing(network, self._feed, data_tier=data_tier, place=self.placed)
+        """Who gives hooks the mini-batches that they read."""
         if after is not None:
             self.calls.count, self._dealing.count = after.calls.count, after._dealing.count
         self.members = Members(
@@ -94,7 +97,6 @@ class Session:
         self._owner: Owner | None = None
         self._prefix: PrefixWorker | None = None
         self._pending: Schedule | None = None
-        self._shows = self._shows_owner = False
         self._synchronises = True
         self._exchanged = False
         self._at_boundary = True
@@ -245,30 +247,10 @@ class Session:
         if pending is not None:
             self._switch(pending, optimizers, precision)
 
-    def show_batches(self, *, training: bool, training_to_owner: bool, evaluation: bool) -> None:
-        """Says which hooks read whole mini-batches.
-
-        Args:
-            training: Whether callbacks do so around training steps, on every tier.
-            training_to_owner: Whether the module's hooks do so, on the owner.
-            evaluation: Whether callbacks do so in validation, test or prediction.
-        """
-        self._shows, self._shows_owner = training, training_to_owner
-        self._dealing.shows_evaluation = evaluation
-
-    @property
-    def shows_evaluation(self) -> bool:
-        """Whether every tier gets the batches of validation, test and prediction."""
-        return self._dealing.shows_evaluation
-
     def shown_batch(self, batch: DealtBatch | None) -> Any:
         """Returns the whole mini-batch on tiers where hooks read it, else `None`."""
         assert self.mini_batch is not None
-        tiers: set[str] = set(self.network.topology.names) if self._shows else set()
-        if self._shows_owner:
-            tiers.add(self.owner)
-        tiers.discard(self.data_tier)
-        return self._dealing.show(batch, self.mini_batch.index, tiers) if tiers else None
+        return self.showing.show(batch, self.mini_batch.index, self.owner)
 
     def begin_evaluation_batch(
         self, batch: Any, weight: int | None, dataloader_idx: int
@@ -281,7 +263,8 @@ class Session:
         self.watch.disturb()
         self.settle()
         self.replicas.bring(self.evaluator)
-        batch, weight = self._dealing.evaluate(batch, weight, self.evaluator)
+        to_all = self.showing.evaluation_to_all
+        batch, weight = self._dealing.evaluate(batch, weight, self.evaluator, to_all=to_all)
         return self.placed(batch, dataloader_idx), weight
 
     def placed(self, batch: Any, dataloader_idx: int = 0) -> Any:

@@ -5,61 +5,41 @@ It answers Lightning's calls and hands the work to a `Session`.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
-from torch.nn import Module
-from torch.optim import Optimizer
 
 from lightning_hiertrain.agreement import Agreement
-from lightning_hiertrain.batch_use import (
-    EVALUATION_HOOKS,
-    TRAINING_HOOKS,
-    module_reads_batches,
-    reading_batches,
-)
 from lightning_hiertrain.callbacks import ProfilingCallback
 from lightning_hiertrain.checks import check_module, check_trainer
-from lightning_hiertrain.execution.settings import TrainedSettings
-from lightning_hiertrain.execution.shown import shown
 from lightning_hiertrain.launching import Launcher
 from lightning_hiertrain.log_folders import share_log_folder
-from lightning_hiertrain.lookahead import LookAhead, batch_size
+from lightning_hiertrain.lookahead import LookAhead
 from lightning_hiertrain.meeting import meet, open_links, tell
-from lightning_hiertrain.opening import open_run, plan_and_adopt, replan
+from lightning_hiertrain.opening import plan_and_adopt, replan
 from lightning_hiertrain.profiles import Profile
-from lightning_hiertrain.remote_data import RemoteData, sized_token
-from lightning_hiertrain.sandbox import Sandbox
+from lightning_hiertrain.remote_data import RemoteData
 from lightning_hiertrain.schedule import Schedule
 from lightning_hiertrain.session import Session
 from lightning_hiertrain.settings import Settings
-from lightning_hiertrain.tier_states import TierStates
+from lightning_hiertrain.tier_batches import TierBatches
 from lightning_hiertrain.topology import Topology
 from lightning_hiertrain.transport.collectives import Collectives
 from lightning_hiertrain.user_hooks import BringWeights, UserHooks
 
 log = logging.getLogger(__name__)
 
-_BATCHES_TRAVEL = (
-    "the callback `{}` reads `batch`: whole mini-batches travel to all tiers for it, which takes "
-    "time; a hook under `rank_zero_only` does without if rank 0 is the data tier"
-)
 
-
-class HierTrainStrategy(TierStates):
+class HierTrainStrategy(TierBatches):
     """Trains one model across a device, an edge server and a cloud machine.
 
     The result is what one machine would have given.
@@ -169,10 +149,6 @@ class HierTrainStrategy(TierStates):
         self._profiling = ProfilingCallback(
             num_steps=profile_steps, seconds=profile_seconds, codecs=self._settings.codecs
         )
-        self._remote_data: RemoteData | None = None
-        self._lookahead: LookAhead | None = None
-        self._weight: int | None = None
-        self._hooks: UserHooks | None = None
         self._bring_weights = BringWeights(lambda: self.session)
         self._agreement = Agreement(lambda told: self.session.collectives.all_gather(told))
 
@@ -256,25 +232,6 @@ class HierTrainStrategy(TierStates):
         if is_fitting and self._settings.measures and not self._profile:
             self._profiling.attach(trainer)
 
-    def _show_batches(self, session: Session, trainer: Trainer) -> None:
-        """Lets whole mini-batches travel to the tiers where hooks read them."""
-        if self._settings.keep_inputs_on_data_tier:
-            return
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        is_at_rank_zero = self._tier_of_rank[0] == self._settings.data_tier
-        read = [
-            reading_batches(callbacks, hooks, but_rank_zero=is_at_rank_zero)
-            for hooks in (TRAINING_HOOKS, EVALUATION_HOOKS)
-        ]
-        training, evaluation = zip(*session.collectives.all_gather(read), strict=True)
-        session.show_batches(
-            training=any(training),
-            training_to_owner=module_reads_batches(session.module),
-            evaluation=any(evaluation),
-        )
-        for name in dict.fromkeys(name for names in (*training, *evaluation) for name in names):
-            rank_zero_warn(_BATCHES_TRAVEL.format(name))
-
     def _connect(self, environment: ClusterEnvironment) -> None:
         """Opens the links and meets the other tiers; after a failed or another run, anew."""
         self._session = self._collectives = None
@@ -307,63 +264,6 @@ class HierTrainStrategy(TierStates):
         assert self.model is not None
         self.model.to(self.root_device)
 
-    # Data
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Puts a stand-in for a dataloader on the tiers that have no data."""
-        assert self._remote_data is not None
-        return self._remote_data.process_dataloader(dataloader)
-
-    def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
-        """Moves a batch to this tier's accelerator, and its rows to the other tiers."""
-        session, module = self.session, self.lightning_module
-        assert module is not None
-        move = functools.partial(
-            super().batch_to_device, device=device, dataloader_idx=dataloader_idx
-        )
-        if not module.trainer.training:
-            return self._begin_evaluation(batch, move, dataloader_idx)
-        lookahead = self._lookahead
-        assert lookahead is not None
-        whole = lookahead.take(batch, move) if session.is_data_tier else None
-        if session.chain is None:
-            open_run(
-                session,
-                self.sandbox,
-                None if whole is None else whole.content,
-                self._settings,
-                self._profile,
-            )
-        mini_batch = session.begin_training_batch(
-            whole, lambda: lookahead.following(move), self.optimizers, self.precision_plugin
-        )
-        seen = session.shown_batch(whole)
-        if whole is not None:
-            return whole.content
-        if seen is not None:
-            return seen
-        if session.is_owner:
-            assert session.chain is not None
-            return shown(mini_batch, session.chain, session.data_tier)
-        return sized_token(batch, mini_batch.weight or mini_batch.num_samples)
-
-    def _begin_evaluation(self, batch: Any, move: Callable[[Any], Any], dataloader_idx: int) -> Any:
-        session = self.session
-        whole = move(batch) if session.is_data_tier else None
-        weight = batch_size(whole) if session.is_data_tier else None
-        content, self._weight = session.begin_evaluation_batch(whole, weight, dataloader_idx)
-        if session.is_data_tier:
-            return whole
-        has_it = session.tier == session.evaluator or session.shows_evaluation
-        return content if has_it else sized_token(batch, self._weight or 1)
-
-    def sandbox(self) -> Sandbox:
-        """Returns a copy of the module to trace and measure."""
-        assert self.lightning_module is not None
-        return Sandbox(self.lightning_module, self.optimizers, self._in_step)
-
     def adopt_profile(self, profile: Profile) -> None:
         """Plans from a profile and puts the schedule in force from the next optimizer step on.
 
@@ -377,110 +277,6 @@ class HierTrainStrategy(TierStates):
 
     def _replan(self, schedule: Schedule) -> Schedule:
         return replan(self.session, self._profile, self._settings, schedule)
-
-    # Steps
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs this tier's part of the user's `training_step`; all tiers return its output."""
-        assert self.lightning_module is not None
-        training_step, rest = self.lightning_module.training_step, args[1:]
-
-        def step(batch: Any) -> Any:
-            with self._in_step():
-                return training_step(batch, *rest, **kwargs)
-
-        return self.session.run_training_step(step)
-
-    @contextmanager
-    def _in_step(self) -> Generator[None, None, None]:
-        """Where training steps run: what is compiled cannot be divided, so it runs as written."""
-        with torch.compiler.set_stance("force_eager"), self.precision_plugin.train_step_context():
-            yield
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the user's `validation_step` on the owner; returns its output on every tier."""
-        assert self.lightning_module is not None
-        return self._evaluate("validation", super().validation_step, args, kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the user's `test_step` on the owner; returns its output on every tier."""
-        return self._evaluate("test", super().test_step, args, kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the user's `predict_step` on the owner; returns its output on every tier."""
-        return self._evaluate("prediction", super().predict_step, args, kwargs)
-
-    def _evaluate(
-        self,
-        what: str,
-        step: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        run = functools.partial(step, *args, **kwargs)
-        session = self.session
-        return session.calls.run_on(session.evaluator, run, self._weight, f"end a {what} step")
-
-    def _run_hook(
-        self, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        session, module = self.session, self.lightning_module
-        assert module is not None
-        settings = TrainedSettings(session.parameters, self.optimizers)
-
-        def run() -> tuple[Any, Any]:
-            before = settings.now()
-            return original(*args, **kwargs), settings.changed_since(before)
-
-        leader = session.owner if module.trainer.training else session.evaluator
-        output, changed = session.calls.run_on(leader, run, None, f"end the hook `{name}`")
-        settings.adopt(changed)
-        return output
-
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Runs this tier's part of the backward pass; the owner ends it with all gradients."""
-        module = self.lightning_module
-        assert module is not None
-
-        def on_owner(end_backward: Callable[[], None]) -> Tensor:
-            loss = self.precision_plugin.pre_backward(closure_loss, module)
-            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
-            end_backward()
-            return self.precision_plugin.post_backward(loss, module)
-
-        result = self.session.run_backward(on_owner)
-        return closure_loss.detach() if result is None else result
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """A context in which gradients add up on each tier and are not exchanged."""
-        # Who looks at gradients after a backward shall see those of the whole mini-batch.
-        self.session.accumulate(self._hooks is None or not self._hooks.read_gradients)
-        try:
-            yield
-        finally:
-            self.session.accumulate(False)
-
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Runs the optimizer on the owner and returns the prefix workers their new weights."""
-
-        def on_owner(whole_closure: Callable[[], Any]) -> Any:
-            return super(HierTrainStrategy, self).optimizer_step(
-                optimizer, whole_closure, model, **kwargs
-            )
-
-        if not self.session.is_owner:
-            # What the optimizer's own `step` would note for the learning-rate scheduler.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-        return self.session.run_optimizer_step(closure, on_owner)
 
     # The end
 

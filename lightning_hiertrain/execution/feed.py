@@ -257,6 +257,14 @@ class Feed:
                 ],
             }
 
+    @staticmethod
+    def unpacked(message: Mapping[str, Any]) -> Any:
+        """Returns the batch that `packed` made ready, or none if only that was sent."""
+        batch = message["batch"]
+        if "leaves" not in message:
+            return batch
+        return with_leaves(batch, [unpack(leaf) for leaf in message["leaves"]])
+
     def bytes_of_leaves(self, leaves: Sequence[Tensor], bytes_per_second: float) -> list[int]:
         """Returns how many bytes each tensor of a training batch takes on a way of that rate."""
         return [
