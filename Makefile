@@ -23,9 +23,9 @@ demo: $(VENV)/.installed-demo
 demo-alexnet: $(VENV)/.installed-examples
 	$(BIN)/python examples/alexnet_imagenet/train.py fit --config examples/alexnet_imagenet/config.yaml
 
-# Tests with several processes wait a good part of their time, so more of them run at once than there are cores.
+# The files in the order of their names: those that take long come first.
 test: lint docs
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -43,6 +43,9 @@ class Fork:
         self._waiting = threading.Lock()
         self.returncode: int | None = None
         self._process.start()
+        # `multiprocessing` looks after its children when the next one starts, on whatever thread:
+        # of two that read how one has ended, the second takes it for lost (exit code 255).
+        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
         told.close()
         assert self._process.pid is not None
         self.pid = self._process.pid

@@ -162,7 +162,7 @@ def test_connections_that_break_lose_and_double_nothing(tmp_path, links):
     with Proxy() as proxy:
         topology = make_topology(tmp_path, links, through={links[-1]: proxy.port})
         proxy.target = int(topology.tier(links[-1][1]).address.rpartition(":")[2])
-        with started(tmp_path, topology) as networks:
+        with started(tmp_path, topology, timeout_seconds=90.0) as networks:
             low, high = networks["device"], networks[links[-1][1]]
             stop = threading.Event()
 
