@@ -29,6 +29,7 @@ from lightning_hiertrain.partition.calls import (
 )
 from lightning_hiertrain.partition.chain import Kind
 from lightning_hiertrain.partition.chance import BATCH_STATISTICS, RANDOM, call_without_chance
+from lightning_hiertrain.partition.places import running_line
 
 
 @dataclass(kw_only=True)
@@ -50,6 +51,13 @@ class RecordedCall:
     """Whether a constant call drew random numbers or read some."""
     changes_buffers: bool
     parameters: frozenset[str]
+    place: str
+    """The line that made it, for example `"train.py:31"`."""
+
+    @property
+    def named(self) -> str:
+        """The function and the line, for messages."""
+        return f"`{self.name}` ({self.place})" if self.place else f"`{self.name}`"
 
 
 @dataclass(kw_only=True)
@@ -60,8 +68,12 @@ class Recording:
     escaped: dict[int, int] = field(default_factory=dict)
     """Calls whose result left for Python or outlives the step, so that it counts as used to the
     very end, and how many calls had been made by then."""
+    escape_places: dict[int, str] = field(default_factory=dict)
+    """The lines by which they left, of those that did so in mid-step."""
     escaped_leaves: dict[int, int] = field(default_factory=dict)
     """The same for leaves of the batch."""
+    lengths: list[str] = field(default_factory=list)
+    """The lines that took the length of a tensor with samples in it."""
     python_chance: int | None = None
     """How many calls had been made when Python or NumPy first drew a random number."""
     foreign: tuple[int, tuple[int, ...]] | None = None
@@ -123,8 +135,10 @@ class _Recorder(TorchFunctionMode):
         if changes:
             self.changed_buffers.update(id(buffer) for buffer in buffers)
         if not returns_tensor(name, result):
+            if name == "__len__" and inputs and inputs[0].kind is not Kind.CONSTANT:
+                self.recording.lengths.append(running_line())
             if leaves_for_python(name):
-                self.mark_escaped(inputs)
+                self.mark_escaped(inputs, running_line())
             return result
         self._watch_foreign(tensors_in((args, dict(kwargs))))
         written = args[0] if writes_first_argument(func, args, version) else None
@@ -141,11 +155,12 @@ class _Recorder(TorchFunctionMode):
         if self.recording.python_chance is None and self._python_states != _python_states():
             self.recording.python_chance = len(self.recording.calls)
 
-    def mark_escaped(self, values: Sequence[_Value]) -> None:
+    def mark_escaped(self, values: Sequence[_Value], place: str = "") -> None:
         now = len(self.recording.calls)
         for value in values:
             for call in value.calls:
                 self.recording.escaped.setdefault(call, now)
+                self.recording.escape_places.setdefault(call, place)
             if value.kind is Kind.RAW:
                 for leaf in value.leaves:
                     self.recording.escaped_leaves.setdefault(leaf, now)
@@ -211,6 +226,7 @@ class _Recorder(TorchFunctionMode):
                 chance=chance and kind is Kind.CONSTANT,
                 changes_buffers=changes_buffers,
                 parameters=parameters,
+                place=running_line(),
             )
         )
         value = _Value(

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lightning_hiertrain.errors import TraceError
 from lightning_hiertrain.partition.chain import Call, Kind, Layer, LayerChain, RowShape
 from lightning_hiertrain.partition.isolation import same_buffers, same_chance
+from lightning_hiertrain.partition.obstacles import obstacle
 from lightning_hiertrain.partition.proof import proven
 from lightning_hiertrain.partition.recording import RecordedCall, Recording, record
 from lightning_hiertrain.partition.rows import (
@@ -81,10 +82,12 @@ def trace_step(step: Callable[[Any], Any], module: nn.Module, batch: Any) -> Lay
             leaves = batch_leaves(rows)
             recorded.append(_Run(record(step, rows, leaves, split, module), leaves))
         few, many = recorded
-        chain, limits = _chain(few, many, split, module)
-        if chain.layers:
-            chain = proven(chain, step, module, batch, split)
+        found, limits = _chain(few, many, split, module)
+        chain = proven(found, step, module, batch, split) if found.layers else found
     if not chain.layers:
+        if not limits:
+            calls = few.recording
+            limits = [obstacle(calls, _shapes(few, many), _last_use(calls), refuted=found)]
         raise TraceError(
             f"no cut point was found in `{type(module).__name__}`: at no point of its step does a "
             "single tensor carry the samples with each row depending on its own sample alone; a "
@@ -121,9 +124,7 @@ def _chain(
     """Returns the chain as far as the recordings tell, and what kept it short."""
     calls = few.recording.calls
     pairs = list(zip(calls, many.recording.calls, strict=False))
-    shapes = [
-        tuple(row_shape(x, y) for x, y in zip(a.outputs, b.outputs, strict=False)) for a, b in pairs
-    ]
+    shapes = _shapes(few, many)
     aligned = next((i for i, (a, b) in enumerate(pairs) if a.name != b.name), len(pairs))
     limit, reasons = _limit(few.recording, shapes)
     ends = _layer_ends(calls[: min(aligned, limit)], shapes, _last_use(few.recording))
@@ -152,6 +153,14 @@ def _chain(
     return chain, reasons
 
 
+def _shapes(few: _Run, many: _Run) -> list[tuple[RowShape | None, ...]]:
+    """Returns the shapes of the outputs of each call that both runs made."""
+    return [
+        tuple(row_shape(x, y) for x, y in zip(a.outputs, b.outputs, strict=False))
+        for a, b in zip(few.recording.calls, many.recording.calls, strict=False)
+    ]
+
+
 def _limit(
     recording: Recording, shapes: Sequence[tuple[RowShape | None, ...]]
 ) -> tuple[int, list[str]]:
@@ -171,20 +180,20 @@ def _limit(
             "not keep functions that have the module in them (a lambda, what `torch.compile` made "
             "of a method) as attributes"
         ]
-    mixed: dict[int, str] = {}
+    mixed: dict[int, RecordedCall] = {}
     for index, (call, outputs) in enumerate(zip(calls, shapes, strict=False)):
         inherited = next((mixed[i] for i in call.reads if i in mixed), None)
         if call.kind is Kind.RAW:
             mixes = any(shape is None for shape in outputs) and call.name not in _OF_SHAPE_ALONE
             if inherited or mixes:
-                mixed[index] = inherited or call.name
+                mixed[index] = inherited or call
         used = index if call.kind is Kind.MAIN and inherited else recording.escaped.get(index)
-        name = inherited if call.kind is Kind.MAIN else mixed.get(index)
-        if name and used is not None and used < limit:
+        source = inherited if call.kind is Kind.MAIN else mixed.get(index)
+        if source and used is not None and used < limit:
             limit = used
             reasons = [
-                f"`{name}` makes a value of several samples of the batch, ahead of the model: make "
-                "it in the dataset, one for each sample"
+                f"{source.named} makes a value of several samples of the batch, ahead of the "
+                "model: make it in the dataset, one for each sample"
             ]
     return limit, reasons if limit < len(calls) else []
 

@@ -126,7 +126,7 @@ def test_a_length_of_the_batch_is_refused_where_all_lengths_are_alike():
         return F.cross_entropy(module(x.sum(-1, keepdim=True).expand(-1, 8)), y)
 
     x, y = models.vectors()
-    refused(Body(), step, (x, y, torch.full((6,), 8)), match="`max` makes a value of several")
+    refused(Body(), step, (x, y, torch.full((6,), 8)), match="`max` .* makes a value of several")
 
 
 # Captured sizes.
