@@ -69,9 +69,9 @@ class ResNet18(LightningModule):
         self.log("accuracy", hits.mean(), batch_size=len(labels))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
         rate = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=0.1, total_steps=int(self.trainer.estimated_stepping_batches)
+            optimizer, max_lr=0.02, total_steps=int(self.trainer.estimated_stepping_batches)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step"}}
 

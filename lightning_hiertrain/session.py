@@ -376,6 +376,8 @@ class Session:
         trained = {name for name, p in self.parameters.items() if p.requires_grad}
         self.replicas.stepped(self.schedule, self.chain, trained)
         self.replicas.changed_by_hand(by_hand)
+        if not self.weights_may_change:
+            self.replicas.release()
         self._at_boundary = True
         self._times.end()
         self.watch.step_ended()
@@ -421,6 +423,7 @@ class Session:
     def close(self) -> None:
         """Takes back changes to the user's objects and ends what runs beside training."""
         self.mirror.close()
+        self.replicas.close()
         self.watch.close()
 
     # Inside

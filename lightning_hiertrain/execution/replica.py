@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_hiertrain.execution.optimizers import with_own_kernels
+from lightning_hiertrain.execution.unheld import Unheld
 from lightning_hiertrain.partition.chain import LayerChain
 from lightning_hiertrain.schedule import Schedule
 from lightning_hiertrain.transport.collectives import Collectives
@@ -48,6 +49,7 @@ class Replicas:
         self._with_buffers = set(network.topology.names)
         """Tiers that have the newest buffers."""
         self._transfers = 0
+        self._unheld = Unheld(module)
         self.owner = owner
 
     def stepped(self, schedule: Schedule, chain: LayerChain, trained: set[str]) -> None:
@@ -66,6 +68,14 @@ class Replicas:
                 stale |= trained.difference(chain.parameters_through(depth))
             elif tier != schedule.owner:
                 stale |= trained
+
+    def release(self) -> None:
+        """Frees the memory of this tier's outdated weights until they are brought up to date."""
+        self._unheld.release(self._stale[self._network.tier])
+
+    def close(self) -> None:
+        """Gives this tier's weights memory again, if a run has ended too early to bring them."""
+        self._unheld.close()
 
     def changed_by_hand(self, names: Iterable[str]) -> None:
         """Notes that the user's code has changed weights on the owner."""
@@ -97,6 +107,7 @@ class Replicas:
             self._network.send(target, tag, {name: x.detach().clone() for name, x in state.items()})
         elif self._network.tier == target:
             received = self._network.receive(self.owner, tag, operation="receive weights")
+            self._unheld.hold(received)
             state = self._tensors(parameters=wanted, buffers=with_buffers)
             with torch.no_grad():
                 for name, value in received.items():
@@ -160,6 +171,7 @@ class Replicas:
 
     def all_are_equal(self) -> None:
         """Notes that all tiers have the same weights, for example those of a checkpoint."""
+        self._unheld.hold(self._stale[self._network.tier])
         for stale in self._stale.values():
             stale.clear()
         self._with_buffers = set(self._stale)
