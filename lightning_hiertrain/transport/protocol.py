@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from lightning_hiertrain.topology import Topology
 from lightning_hiertrain.transport.admission import Credentials
 from lightning_hiertrain.transport.goodput import GoodputMeter
+from lightning_hiertrain.transport.liveness import Liveness
 from lightning_hiertrain.transport.membership import Membership
 from lightning_hiertrain.transport.packing import unpack
 from lightning_hiertrain.transport.peers import Envelope, Peer, write_envelope
@@ -31,9 +32,7 @@ PROTOCOL = 3
 _ORDERS = BYE, ABORT, LOST = "\0bye", "\0abort", "\0lost"
 """Tags of this layer's own messages."""
 _HELLO_SECONDS = 0.2
-_LAST_WORDS_SECONDS = 0.3
 _LITTLE_BYTES = 64 << 10
-_REFUSED_SECONDS = 2.0
 
 
 class Protocol:
@@ -69,8 +68,7 @@ class Protocol:
         self.membership = Membership(tier, self.peers)
         self.goodput = GoodputMeter(peers=self.peers)
         self._changed = changed
-        self._silence_seconds = silence_seconds
-        self._heartbeat_seconds = min(5.0, max(0.5, silence_seconds / 2))
+        heartbeat_seconds = min(5.0, max(0.5, silence_seconds / 2))
         self._beat_seconds = min(1.0, silence_seconds / 5)
         self._meet = meet
         self._met = False
@@ -80,9 +78,12 @@ class Protocol:
         self.sockets = Sockets(
             credentials,
             num_links=len(topology.neighbours(tier)),
-            heartbeat_seconds=self._heartbeat_seconds,
+            heartbeat_seconds=heartbeat_seconds,
             on_up=self._on_up,
             on_unknown_key=self._try_to_meet,
+        )
+        self._liveness = Liveness(
+            self.sockets, silence_seconds=silence_seconds, heartbeat_seconds=heartbeat_seconds
         )
 
     # What arrives
@@ -319,7 +320,7 @@ class Protocol:
         for peer in self._living():
             if peer.next_hop == neighbour:
                 if channel is Channel.CONTROL:
-                    peer.down_since = None
+                    self._liveness.connected(peer)
                     self._greet(peer)
                 elif peer.established:
                     self._probe(peer, channel)
@@ -347,8 +348,9 @@ class Protocol:
                         self._probe(peer, channel)
             if peer.established:
                 self._acknowledge(peer, at_once=True)
-            if peer.session is not None:
-                self._check_alive(peer, now)
+            reason = self._liveness.reason_to_lose(peer, now)
+            if reason is not None:
+                self.lose(peer, reason)
 
     def _try_to_meet(self) -> None:
         if not self._met:
@@ -357,30 +359,6 @@ class Protocol:
             except ValueError as error:
                 for peer in self._living():
                     self.lose(peer, str(error))
-
-    def _check_alive(self, peer: Peer, now: float) -> None:
-        if peer.process is not None and peer.process.has_ended():
-            if peer.ended_since is None:
-                peer.ended_since = now
-            elif now - peer.ended_since > _LAST_WORDS_SECONDS:
-                self.lose(peer, f"its process {peer.process.pid} has ended")
-            return
-        if not peer.is_neighbour:
-            return
-        if self.sockets.is_up(peer.name, Channel.CONTROL):
-            peer.down_since = None
-            return
-        if peer.down_since is None:
-            # It may have fallen silent before this tier noticed, by a heartbeat at most.
-            peer.down_since = max(peer.last_heard, now - self._heartbeat_seconds)
-        down_seconds = now - peer.down_since
-        if down_seconds > self._silence_seconds:
-            self.lose(peer, f"there has been no connection for {down_seconds:.1f} s")
-            return
-        # A link that is down does not refuse; a machine whose process has ended does.
-        is_here = peer.process is not None and peer.process.is_here()
-        if not is_here and self.sockets.refused_seconds(peer.name, now) > _REFUSED_SECONDS:
-            self.lose(peer, "its machine answers that nothing listens there any more")
 
     def _living(self) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.lost is None]
