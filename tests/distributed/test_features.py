@@ -125,6 +125,7 @@ def test_an_interrupt_on_one_tier_ends_all(endings: Any, how: str) -> None:
         ("weights read late", "`Hidden` uses the weights between steps on tier"),
         ("inputs read in a hook", "reads a tensor of `batch` on tier 'edge'"),
     ],
+    ids=["weights read late", "inputs read in a hook"],
 )
 def test_what_a_tier_has_not_got_is_not_read_silently(
     project: str, message: str, tmp_path: Path

@@ -80,6 +80,24 @@ class SaveOnRankZero(Callback):
             trainer.save_checkpoint(Path(trainer.logger.log_dir, "of callback.ckpt"))
 
 
+class CallOnRankZero(Callback):
+    """Calls the module on rank 0 alone and writes what it gives."""
+
+    @rank_zero_only
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._call(trainer, pl_module, "validation")
+
+    @rank_zero_only
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._call(trainer, pl_module, "training")
+
+    def _call(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        with torch.no_grad():
+            given = pl_module(samples(6).tensors[0].to(pl_module.dtype))
+        path = Path(trainer.log_dir, f"{stage} {trainer.global_step}.ckpt")
+        torch.save({"state_dict": {"given": given}}, path)
+
+
 class Saving(Net):
     """Saves a checkpoint in a hook, which runs on the owner alone."""
 
@@ -327,6 +345,11 @@ PROJECTS: dict[str, Any] = {
     "loss scaled for 16 bits": lambda: (
         Single(),
         {"precision": None, "plugins": [scaling()], "max_epochs": 2, "callbacks": [Scales()]},
+        [loader(), loader(2, 20)],
+    ),
+    "module called on rank 0": lambda: (
+        Net(),
+        {"callbacks": [CallOnRankZero()]},
         [loader(), loader(2, 20)],
     ),
     **{
