@@ -171,7 +171,7 @@ class Timer(L.Callback):
             _say(f"{case['name']}: {seconds:.4f} s, {result['num_steps']} steps")
         self._at += 1
         if self._at == len(self._cases):
-            trainer.should_stop = True
+            _stop(trainer)
         else:
             self._prepare(trainer)
 
@@ -202,11 +202,20 @@ class Timer(L.Callback):
         if self._protocol.steps:
             self._prepare(trainer)
         else:
-            trainer.should_stop = True
+            _stop(trainer)
 
 
 def _agreed(trainer: L.Trainer, value: Any) -> Any:
     return trainer.strategy.broadcast(value, 0)
+
+
+def _stop(trainer: L.Trainer) -> None:
+    """Ends the run on every tier alike.
+
+    In the callback itself this would make the strategy ask all tiers after each step whether one of
+    them wants to stop, which no other system in the comparison does.
+    """
+    trainer.should_stop = True
 
 
 def _meet(trainer: L.Trainer) -> None:

@@ -6,6 +6,8 @@ from lightning_hiertrain.transport.peers import Peer
 from lightning_hiertrain.transport.sockets import Channel, Sockets
 
 _LAST_WORDS_SECONDS = 0.3
+_LOOK_SECONDS = 0.5
+"""How often a process on this machine is looked for: each look opens a file."""
 _REFUSED_SECONDS = 2.0
 
 
@@ -33,9 +35,8 @@ class Liveness:
         """Returns why a peer that has been met must be given up now, `None` if it need not."""
         if peer.session is None:
             return None
-        if peer.process is not None and peer.process.has_ended():
-            if peer.ended_since is None:
-                peer.ended_since = now
+        self._look_for_process(peer, now)
+        if peer.process is not None and peer.ended_since is not None:
             if now - peer.ended_since > _LAST_WORDS_SECONDS:
                 return f"its process {peer.process.pid} has ended"
             return None
@@ -55,3 +56,12 @@ class Liveness:
         if not is_here and self._sockets.refused_seconds(peer.name, now) > _REFUSED_SECONDS:
             return "its machine answers that nothing listens there any more"
         return None
+
+    @staticmethod
+    def _look_for_process(peer: Peer, now: float) -> None:
+        """Notes when a peer on this machine was first found to have ended."""
+        if peer.process is None or peer.ended_since is not None or now < peer.look_at:
+            return
+        peer.look_at = now + _LOOK_SECONDS
+        if peer.process.has_ended():
+            peer.ended_since = now

@@ -40,6 +40,8 @@ class Peer:
     process: ProcessIdentity | None = None
     last_heard: float = 0.0
     down_since: float | None = None
+    look_at: float = 0.0
+    """When to look again whether its process runs, if that is on this machine."""
     ended_since: float | None = None
     closing_at: int | None = None
     """The number of chunks of tensors after which it will have closed."""
