@@ -38,7 +38,7 @@ def train(model: str, steps: int, *, tiers: bool) -> dict[str, float]:
     """Returns seconds a step and bytes."""
     import torch
     import torch.nn.functional as F
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
     from benchmarks.workloads.models import (
         BATCH_SIZES,
@@ -47,6 +47,7 @@ def train(model: str, steps: int, *, tiers: bool) -> dict[str, float]:
         make_chain,
         make_optimizer,
     )
+    from benchmarks.workloads.step_ends import StepEnds
 
     class Model(LightningModule):
         def __init__(self) -> None:
@@ -60,11 +61,12 @@ def train(model: str, steps: int, *, tiers: bool) -> dict[str, float]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return make_optimizer(self.parameters())
 
-    class Clock(Callback):
+    class Clock(StepEnds):
         def __init__(self) -> None:
+            super().__init__()
             self.times: list[tuple[float, float]] = []
 
-        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        def step_ended(self) -> None:
             self.times.append((time.perf_counter(), time.process_time()))
 
     torch.set_num_threads(1)
@@ -79,7 +81,7 @@ def train(model: str, steps: int, *, tiers: bool) -> dict[str, float]:
         devices=3 if tiers else 1,
         strategy=strategy,
         max_steps=steps + WARM_UP_STEPS,
-        callbacks=[clock],
+        profiler=clock,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

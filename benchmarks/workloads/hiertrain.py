@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from benchmarks.testbed import join_quota, set_rate
 from benchmarks.workloads import records
 from benchmarks.workloads.models import Batch, Turns, make_batches, make_chain, make_optimizer
+from benchmarks.workloads.step_ends import StepEnds
 from lightning_hiertrain import HierTrainStrategy, Schedule
 from lightning_hiertrain.profiling.links import measure_links
 
@@ -66,7 +67,7 @@ class Data(L.LightningDataModule):
         return Turns(make_batches(parsed.model, parsed.pixels, parsed.batch_size)).loader()
 
 
-class Timer(L.Callback):
+class Timer(StepEnds):
     """Times the steps of one case after the other, from the end of one step to that of the next.
 
     All tiers make the same moves; the data tier alone decides and writes.
@@ -87,6 +88,7 @@ class Timer(L.Callback):
         head: Mapping[str, Any],
         rates: tuple[float, ...] = (),
     ) -> None:
+        super().__init__()
         self._cases = cases
         self._protocol = protocol
         self._head = head
@@ -99,13 +101,14 @@ class Timer(L.Callback):
         self._last = 0.0
         self._results: list[dict[str, Any]] = []
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def begin(self) -> None:
         """Joins the quota: from here on everything runs as slow as its tier."""
         join_quota()
-        self._prepare(trainer)
+        self._prepare(self.trainer)
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def step_ended(self) -> None:
         """Counts a step."""
+        trainer = self.trainer
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         if getattr(trainer.strategy, "profiling_progress", 1.0) < 1:
@@ -171,7 +174,7 @@ class Timer(L.Callback):
             _say(f"{case['name']}: {seconds:.4f} s, {result['num_steps']} steps")
         self._at += 1
         if self._at == len(self._cases):
-            _stop(trainer)
+            trainer.should_stop = True
         else:
             self._prepare(trainer)
 
@@ -202,20 +205,11 @@ class Timer(L.Callback):
         if self._protocol.steps:
             self._prepare(trainer)
         else:
-            _stop(trainer)
+            trainer.should_stop = True
 
 
 def _agreed(trainer: L.Trainer, value: Any) -> Any:
     return trainer.strategy.broadcast(value, 0)
-
-
-def _stop(trainer: L.Trainer) -> None:
-    """Ends the run on every tier alike.
-
-    In the callback itself this would make the strategy ask all tiers after each step whether one of
-    them wants to stop, which no other system in the comparison does.
-    """
-    trainer.should_stop = True
 
 
 def _meet(trainer: L.Trainer) -> None:
@@ -269,13 +263,14 @@ def main() -> None:
         devices=1,
         num_nodes=1 if parsed.plain else int(os.environ["WORLD_SIZE"]),
         strategy=strategy,
-        callbacks=[timer],
+        profiler=timer,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    timer.trainer = trainer
     trainer.fit(Model(make_chain(parsed.model, parsed.pixels)), datamodule=Data(parsed))
 
 

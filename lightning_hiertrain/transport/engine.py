@@ -12,6 +12,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 from lightning_hiertrain.transport.protocol import Protocol
 
@@ -63,6 +64,18 @@ class Engine:
         self._is_told = True
         with contextlib.suppress(OSError):  # it has been told already, or has ended
             self._wake_sender.send(b"\0")
+
+    @contextlib.contextmanager
+    def arrival_awaited(self) -> Iterator[None]:
+        """Lets peers say at once, rather than at the next beat, what has arrived."""
+        with self._changed:
+            self.protocol.num_awaiting_arrival += 1
+        self.wake()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.protocol.num_awaiting_arrival -= 1
 
     def _run(self) -> None:
         protocol, next_tick = self.protocol, 0.0

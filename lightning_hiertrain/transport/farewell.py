@@ -68,11 +68,11 @@ class Farewell:
             return True
 
         self._wait(queue_all, _LAST_WORDS_SECONDS)
-        self._engine.wake()
-        self._wait(
-            lambda: all(peer.lost or not peer.queued_bytes[Channel.CONTROL] for peer in told),
-            _LAST_WORDS_SECONDS,
-        )
+        with self._engine.arrival_awaited():
+            self._wait(
+                lambda: all(peer.lost or not peer.queued_bytes[Channel.CONTROL] for peer in told),
+                _LAST_WORDS_SECONDS,
+            )
 
     def _flush(self, timeout_seconds: float) -> None:
         """Waits for what is queued as long as some of it still arrives."""
@@ -83,7 +83,8 @@ class Farewell:
             return sum(peer.queued_messages for peer in self._peers if peer.established)
 
         while num_left() and progress != before and time.monotonic() < deadline:
-            self._wait(lambda: not num_left(), _STALL_SECONDS)
+            with self._engine.arrival_awaited():
+                self._wait(lambda: not num_left(), _STALL_SECONDS)
             flows = [flow for peer in self._peers for flow in list(peer.outgoing.values())]
             before, progress = progress, sum(flow.num_acknowledged for flow in flows)
         if num_left():

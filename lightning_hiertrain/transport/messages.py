@@ -217,7 +217,9 @@ class Messages:
                     raise lost_error(self.tier, state, "flush", timeout_seconds)
             return not any(state.queued_messages for state in states)
 
-        if not self._wait(all_arrived, timeout_seconds):
+        with engine.arrival_awaited():
+            have_arrived = self._wait(all_arrived, timeout_seconds)
+        if not have_arrived:
             state = next(state for state in states if state.queued_messages)
             raise timeout_error(
                 self.tier,

@@ -47,6 +47,8 @@ class Peer:
     """The number of chunks of tensors after which it will have closed."""
     outgoing: dict[Channel, OutFlow] = field(default_factory=lambda: _out_flows())
     incoming: dict[Channel, InFlow] = field(default_factory=lambda: {c: InFlow() for c in Channel})
+    asked_for: int = 0
+    """The last small message that this tier has asked about."""
     unanswered: bool = False
     """Whether it should hear from this tier before the next beat."""
 

@@ -67,6 +67,8 @@ class Protocol:
         }
         self.membership = Membership(tier, self.peers)
         self.goodput = GoodputMeter(peers=self.peers)
+        self.num_awaiting_arrival = 0
+        """How many threads wait until all that was sent has arrived."""
         self._changed = changed
         heartbeat_seconds = min(5.0, max(0.5, silence_seconds / 2))
         self._beat_seconds = min(1.0, silence_seconds / 5)
@@ -255,6 +257,8 @@ class Protocol:
                 continue
             for channel in (Channel.CONTROL, Channel.DATA):
                 self._send_chunks(peer, channel)
+            if self.num_awaiting_arrival:
+                self._ask_for_acknowledgement(peer)
             self._acknowledge(peer)
         self._send_ahead()
 
@@ -280,8 +284,15 @@ class Protocol:
             if channel is not Channel.CONTROL:
                 self.goodput.sent(peer)
 
+    def _ask_for_acknowledgement(self, peer: Peer) -> None:
+        """Asks whether small messages have arrived, once after the last one."""
+        flow = peer.outgoing[Channel.CONTROL]
+        if flow.unacknowledged and peer.asked_for < flow.sent:
+            peer.asked_for = flow.sent
+            self._probe(peer, Channel.CONTROL)
+
     def _acknowledge(self, peer: Peer, *, at_once: bool = False) -> None:
-        """Acknowledges what has arrived; a few small messages wait for the next tick together."""
+        """Acknowledges what has arrived; a few small messages wait until they are asked for."""
         for channel, flow in peer.incoming.items():
             is_little = flow.echo is None and flow.unanswered_bytes < _LITTLE_BYTES
             if channel is Channel.CONTROL and is_little and not at_once:
@@ -346,8 +357,6 @@ class Protocol:
                 for channel in (Channel.DATA, Channel.AHEAD):
                     if peer.outgoing[channel].unacknowledged:
                         self._probe(peer, channel)
-            if peer.established:
-                self._acknowledge(peer, at_once=True)
             reason = self._liveness.reason_to_lose(peer, now)
             if reason is not None:
                 self.lose(peer, reason)
