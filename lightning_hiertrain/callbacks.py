@@ -40,6 +40,7 @@ from lightning_hiertrain.profiling.links import measure_links
 from lightning_hiertrain.profiling.overhead import StepClock, mean_seconds
 from lightning_hiertrain.sandbox import Sandbox
 from lightning_hiertrain.session import Session
+from lightning_hiertrain.transport.network import Network
 
 log = logging.getLogger(__name__)
 
@@ -184,13 +185,17 @@ class ProfilingCallback(Callback):
         overhead = self._clock.overhead_seconds(self._computed_seconds(session, own))
         measured = session.collectives.by_tier(replace(own, overhead_seconds=overhead))
         codecs = self._measure_codecs(session, measured) if self._codecs else {}
-        links = measure_links(session.network, collector=session.data_tier)
-        here = session.collectives.by_tier(None)
+        with self._clock.carrying(lambda: _carried_bytes(session.network)):
+            links = measure_links(session.network, collector=session.data_tier)
+        here = session.collectives.by_tier(self._clock.transfer_seconds_per_byte())
         profile = assemble(
             type(session.module).__name__,
             session.chain,
             session.data_tier,
-            {tier: measured[tier] for tier in here},
+            {
+                tier: replace(measured[tier], transfer_seconds_per_byte=seconds)
+                for tier, seconds in here.items()
+            },
             tuple(link for link in links if here.keys() >= set(link.between)),
         )
         dealt = self._measure_dealing(session, session.chain, profile)
@@ -303,6 +308,7 @@ def assemble(
             tier: TierProfile(
                 optimizer_seconds=m.optimizer_seconds,
                 overhead_seconds=m.overhead_seconds,
+                transfer_seconds_per_byte=m.transfer_seconds_per_byte,
                 loss_seconds=m.loss_seconds,
             )
             for tier, m in measured.items()
@@ -338,6 +344,14 @@ def _input_and_target(chain: LayerChain, bytes_per_sample: Sequence[float]) -> t
     inputs = sum(size for size, first, _ in leaves if first < end)
     targets = sum(size for size, _, last in leaves if last >= end)
     return math.ceil(inputs), math.ceil(targets)
+
+
+def _carried_bytes(network: Network) -> int:
+    """Returns how many bytes a tier has sent and received, those that it has relayed twice."""
+    return sum(
+        peer["bytes_sent"] + peer["bytes_received"] + 2 * peer["bytes_relayed"]
+        for peer in network.stats().values()
+    )
 
 
 def _rows(batch: Any, most: int, most_bytes: int) -> Any:

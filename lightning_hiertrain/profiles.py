@@ -59,6 +59,9 @@ class TierProfile:
     """One optimizer step over all parameters, if this tier is the owner."""
     overhead_seconds: float = 0.0
     """What a training step takes besides: the training loop, hooks, callbacks and messages."""
+    transfer_seconds_per_byte: float = 0.0
+    """What this tier's processor has to do for each byte that it sends or receives: encryption,
+    TCP, copies. A byte that it relays is received and sent."""
     memory_bytes: int | None = None
     """Memory that training may use; `None` for no limit."""
     loss_seconds: AffineTime = field(default_factory=lambda: AffineTime(fixed=0.0, per_sample=0.0))
@@ -68,6 +71,7 @@ class TierProfile:
     def __post_init__(self) -> None:
         check_number("optimizer_seconds", self.optimizer_seconds)
         check_number("overhead_seconds", self.overhead_seconds)
+        check_number("transfer_seconds_per_byte", self.transfer_seconds_per_byte)
         if self.memory_bytes is not None:
             check_number("memory_bytes", self.memory_bytes, positive=True)
 
@@ -244,6 +248,7 @@ class Profile:
                 name: {
                     "optimizer_seconds": tier.optimizer_seconds,
                     "overhead_seconds": tier.overhead_seconds,
+                    "transfer_seconds_per_byte": tier.transfer_seconds_per_byte,
                     "memory_bytes": tier.memory_bytes,
                     "loss_seconds": tier.loss_seconds.to_dict(),
                 }
@@ -293,6 +298,7 @@ class Profile:
                     name: TierProfile(
                         optimizer_seconds=tier.get("optimizer_seconds", 0.0),
                         overhead_seconds=tier.get("overhead_seconds", 0.0),
+                        transfer_seconds_per_byte=tier.get("transfer_seconds_per_byte", 0.0),
                         memory_bytes=tier.get("memory_bytes"),
                         loss_seconds=_time(
                             tier.get("loss_seconds", {"fixed": 0.0, "per_sample": 0.0})

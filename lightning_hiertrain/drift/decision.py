@@ -44,6 +44,7 @@ def drifted_profile(
                 tier,
                 optimizer_seconds=slowness.get(name, 1.0) * tier.optimizer_seconds,
                 overhead_seconds=slowness.get(name, 1.0) * tier.overhead_seconds,
+                transfer_seconds_per_byte=slowness.get(name, 1.0) * tier.transfer_seconds_per_byte,
                 loss_seconds=_scaled(tier.loss_seconds, slowness.get(name, 1.0)),
             )
             for name, tier in profile.tiers.items()

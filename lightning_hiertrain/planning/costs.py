@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_hiertrain.planning.instance import Instance, make_instance
+import numpy as np
+
+from lightning_hiertrain.planning.instance import Floats, Instance, make_instance
 from lightning_hiertrain.profiles import Profile
 from lightning_hiertrain.schedule import Schedule
 from lightning_hiertrain.topology import Topology
@@ -165,6 +167,19 @@ class Step:
         own = self.own_samples if t == self.owner else self.samples.get(t, 0)
         return float((i.batch_size - own if t == i.data else own) * i.packing)
 
+    def input_load(self) -> Floats:
+        """Bytes of inputs and targets by link direction."""
+        i = self.instance
+        load: Floats = np.zeros(len(i.links))
+        for t in (self.owner, *self.workers):
+            load += self.input_bytes(t) * i.crosses[i.data, t]
+        return load
+
+    def delay_seconds(self, t: int) -> float:
+        """What the next mini-batch's samples take from tier t's processor, with overlap (pi_t)."""
+        packing = self.packing_seconds(t) if t == self.instance.data else 0.0
+        return packing + float(self.instance.handling[t] @ self.input_load())
+
     def plain(self) -> Prediction:
         """The papers' model, equations (2) to (8)."""
         i, o = self.instance, self.owner
@@ -220,7 +235,7 @@ class Step:
         i, o = self.instance, self.owner
         start = self.first_cut()
         forward = float(i.lead[o]) + self.owner_seconds(start, "forward")
-        forward += self.packing_seconds(o) if o == i.data else 0.0
+        forward += self.delay_seconds(o)
         backward = self.owner_seconds(start, "backward")
         for k in self.workers:
             rest, rest_back = (
@@ -258,7 +273,7 @@ class Step:
             if layer == 1:
                 ready = max(ready, float(i.lead[k]))
             latest = max(latest, ready + through)
-        latest += self.packing_seconds(k) if k == i.data else 0.0
+        latest += self.delay_seconds(k)
         return float(latest + i.latency[k, o] + size * i.decode[c, o] / chunks)
 
     def chunked_return(self, k: int) -> float:
@@ -288,7 +303,7 @@ class Step:
         tiers[i.data] += self.packing_seconds(i.data)
         tiers[o] += self.owner_seconds(start, "forward") + self.owner_seconds(start, "backward")
         tiers[o] += float(i.loss[o] + i.optimizer[o] + i.overhead[o])
-        load = self.input_bytes(o) * i.crosses[i.data, o]
+        load = self.input_load()
         for k in self.workers:
             rows, size, c = self.samples[k] / chunks[k], self.activation_bytes(k), self.codec[k]
             packing = size * (i.encode[c] + i.decode[c])
@@ -297,11 +312,11 @@ class Step:
             )
             tiers[k] += float(chunks[k] * computing + packing[k] + i.overhead[k])
             tiers[o] += float(packing[o])
-            load = load + self.input_bytes(k) * i.crosses[i.data, k]
             load = load + (size * i.ratio[c] + i.parameters[self.cut[k]]) * (
                 1.0 * i.crosses[k, o] + i.crosses[o, k]
             )
-        busy = {i.names[t]: seconds for t, seconds in tiers.items()}
+        handling = i.handling @ load
+        busy = {i.names[t]: float(seconds + handling[t]) for t, seconds in tiers.items()}
         for way, seconds in zip(i.links, load / i.link_rate, strict=True):
             busy[">".join(way)] = float(seconds)
         return busy

@@ -3,11 +3,12 @@
 Legend, as in docs/cost_model.md. Tiers are numbered by rank, t = 0..T-1; cuts by the layer before
 them, m = 0..N.
 
-    forward_fixed[t, m], forward_slope[t, m]    sum over layers 1..m of the fixed and per-sample
-    parts of L^f_t output[m]                                   O_m, bytes a sample at cut m;
-    output[0] = Q parameters[m]                               P_1 + .. + P_m rate[x, y], latency[x,
-    y]                   W_xy and a_xy on the route from x to y crosses[x, y, e]
-    whether that route crosses the directed link e
+    forward_fixed[t, m], forward_slope[t, m]   sums over layers 1..m of the parts of L^f_t
+    output[m]                  O_m, bytes a sample at cut m; output[0] = Q
+    parameters[m]              P_1 + .. + P_m
+    rate[x, y], latency[x, y]  W_xy and a_xy on the route from x to y
+    crosses[x, y, e]           whether that route crosses the directed link e
+    handling[t, e]             kappa_t if the directed link e begins or ends on tier t, else 0
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Instance:
     rate: Floats
     latency: Floats
     crosses: Bools
+    handling: Floats
     codecs: tuple[str, ...]
     ratio: Floats
     encode: Floats
@@ -153,6 +155,12 @@ def make_instance(
         rate=rate,
         latency=latency,
         crosses=crosses,
+        handling=np.array(
+            [
+                [profile.tiers[t].transfer_seconds_per_byte if t in way else 0.0 for way in links]
+                for t in names
+            ]
+        ).reshape(len(names), len(links)),
         codecs=codecs,
         ratio=np.array([codec.bytes_ratio for codec in figures]),
         encode=np.array(
@@ -176,7 +184,13 @@ def _check_magnitudes(instance: Instance) -> None:
         load = i.batch_size * (i.output.max() + i.target) + 2 * i.parameters[-1]
         carrying = load / i.link_rate if len(i.link_rate) else np.zeros(1)
         packing = load * (i.encode + i.decode)
-    for what, values in (("computing", times), ("carrying", carrying), ("packing", packing)):
+        handling = load * i.handling.sum(axis=1)
+    for what, values in (
+        ("computing", times),
+        ("carrying", carrying),
+        ("packing", packing),
+        ("handling", handling),
+    ):
         if not (values < _LONGEST_SECONDS).all():
             raise ValueError(
                 f"{what} one mini-batch would take {values.max():.3g} s by this profile, and the "

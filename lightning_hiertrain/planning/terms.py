@@ -152,6 +152,17 @@ class Terms:
         takes_part = self.active | self.is_owner
         return np.asarray(self.i.packing * (takes_part & (self.tiers != self.i.data)))
 
+    def delays(self) -> tuple[Floats, Floats]:
+        """What the next inputs take from the tier on which a path begins: (n, p), (n, p, t)."""
+        i = self.i
+        begins = np.where(self.active, self.tiers, self.owner[:, None])
+        by_tier = i.handling @ i.crosses[i.data].T  # (the tier that it takes from, the target)
+        constant = by_tier[begins, self.owner[:, None]] * i.batch_size * i.target
+        takes_part = self.active | self.is_owner
+        slope = by_tier[begins] * i.output[0] * takes_part[:, None, :]
+        slope = slope + (begins == i.data)[:, :, None] * self.packed()[:, None, :]
+        return np.asarray(constant), np.asarray(slope)
+
     def update(self) -> Floats:
         """Equation (7) without the optimizer: parameter gradients to the owner and weights back."""
         sizes = self.i.parameters[self.boxes.low] * self.active
@@ -223,8 +234,8 @@ class Terms:
         wait = wait + i.latency[self.tiers, self.owner[:, None]][:, :, None]
         constant, rest = self.rest("forward")
         constant = constant + self.constant_seconds()[:, None] + self.owner_overhead()
-        begins = np.where(self.active, self.tiers, self.owner[:, None]) == i.data
-        rest = rest + begins[:, :, None] * self.packed()[:, None, :]
+        delay, delay_slope = self.delays()
+        constant, rest = constant + delay, rest + delay_slope
         return self.combine(constant, rest, wait, (computing, travelling))
 
     def chunked_backward(self, num_terms: int) -> tuple[Floats, Floats]:
@@ -304,6 +315,8 @@ class Terms:
             0, 2, 1
         )
         link_slope = link_slope + travelling[:, None, :] * i.crosses[i.data].T * i.output[0]
+        constant = constant + link_constant @ i.handling.T
+        slope = slope + np.einsum("net,xe->nxt", link_slope, i.handling)
         return (
             np.concatenate([constant, link_constant / i.link_rate], axis=1),
             np.concatenate([slope, link_slope / i.link_rate[:, None]], axis=1),

@@ -72,6 +72,8 @@ class TierMeasurement:
     """By number of samples, how many repetitions were kept."""
     overhead_seconds: float = 0.0
     """What a training step takes besides, from a `StepClock`."""
+    transfer_seconds_per_byte: float = 0.0
+    """What the processor does for each byte that is sent or received, from a `StepClock`."""
 
 
 class LayerProfiler:

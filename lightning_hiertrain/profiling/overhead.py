@@ -1,7 +1,8 @@
-"""What a training step takes on a tier besides layers, loss and optimizer."""
+"""What a training step takes on a tier besides layers, loss and optimizer, and what a byte does."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
@@ -14,6 +15,7 @@ from lightning_hiertrain.accelerators import synchronise
 
 Value = TypeVar("Value")
 _WHILE_SECONDS = 0.05
+_IDLE_SECONDS = 0.3
 
 
 class StepClock:
@@ -27,7 +29,12 @@ class StepClock:
     granted.
 
     A part of the data tier's overhead is what lies between two steps: the dataloader, hooks, and
-    dealing out the next mini-batch. The other tiers cannot begin before it is over.
+    dealing out the next mini-batch. The other tiers cannot begin before it is over. With a part of
+    a processor a short gap may be over before that part is used up, and a busier tier has it used
+    up: it takes at least its processor time, in seconds of a clock.
+
+    What is sent and received is encrypted and copied by other threads, which take their processor
+    time from the layers.
 
     Args:
         device: Where the layers run; it is waited for before the clock is read.
@@ -39,15 +46,20 @@ class StepClock:
         """Seconds and processor seconds of each step."""
         self._worked = self._worked_processor = 0.0
         self._left: tuple[float, float] | None = None
-        self._gaps: list[float] = []
-        self._ended: float | None = None
+        self._gaps: list[tuple[float, float]] = []
+        """Seconds and processor seconds between two steps."""
+        self._ended: tuple[float, float] | None = None
+        self._idle_rate = 0.0
+        """What the other threads do when nothing is sent, in processor seconds a second."""
+        self._carried = 0.0
+        self._carried_bytes = 0
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
         """What happens inside is no part of a step."""
         synchronise(self._device)
         if self._ended is not None:
-            self._gaps.append(perf_counter() - self._ended)
+            self._gaps.append((perf_counter() - self._ended[0], thread_time() - self._ended[1]))
         if self._left is not None:
             self._steps.append((perf_counter() - self._left[0], process_time() - self._left[1]))
         yield
@@ -57,7 +69,7 @@ class StepClock:
     def step_ended(self) -> None:
         """Notes that a step is over and the next one has not begun."""
         synchronise(self._device)
-        self._ended = perf_counter()
+        self._ended = perf_counter(), thread_time()
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -66,6 +78,22 @@ class StepClock:
         yield
         self._worked += perf_counter() - start
         self._worked_processor += thread_time() - start_processor
+
+    @contextmanager
+    def carrying(self, count_bytes: Callable[[], int]) -> Iterator[None]:
+        """What happens inside sends and receives, and this thread does nothing else meanwhile.
+
+        Args:
+            count_bytes: Returns how many bytes this tier has sent and received in all.
+        """
+        start, begun = perf_counter(), _of_other_threads()
+        threading.Event().wait(_IDLE_SECONDS)
+        self._idle_rate = (_of_other_threads() - begun) / (perf_counter() - start)
+        start, begun, bytes_before = perf_counter(), _of_other_threads(), count_bytes()
+        yield
+        idle = self._idle_rate * (perf_counter() - start)
+        self._carried += max(_of_other_threads() - begun - idle, 0.0)
+        self._carried_bytes += count_bytes() - bytes_before
 
     def overhead_seconds(self, computed_seconds: float) -> float:
         """Returns the overhead of a step, 0 if none was seen.
@@ -80,18 +108,33 @@ class StepClock:
             return 0.0
         if computed_seconds > 0:
             return max(median(seconds for seconds, _ in steps) - computed_seconds, 0.0)
-        stretch = 1.0
-        if self._worked_processor and self._device.type == "cpu":
-            stretch = self._worked / self._worked_processor
-        return median(processor for _, processor in steps) * max(stretch, 1.0)
+        return median(processor for _, processor in steps) * self._stretch
 
     def dealing_seconds(self) -> float:
         """Returns the time between two steps, 0 if none was seen; the median likewise."""
-        return float(median(_settled(self._gaps) or [0.0]))
+        gaps = _settled(self._gaps) or [(0.0, 0.0)]
+        return median(max(seconds, processor * self._stretch) for seconds, processor in gaps)
+
+    def transfer_seconds_per_byte(self) -> float:
+        """Returns what a byte takes that this tier sends or receives, 0 if none was seen."""
+        if not self._carried_bytes:
+            return 0.0
+        return self._carried * self._stretch / self._carried_bytes
+
+    @property
+    def _stretch(self) -> float:
+        """How many seconds of a clock a second of the processor takes this tier."""
+        if self._worked_processor and self._device.type == "cpu":
+            return max(self._worked / self._worked_processor, 1.0)
+        return 1.0
 
 
 def _settled(values: list[Value]) -> list[Value]:
     return values[1:] or values
+
+
+def _of_other_threads() -> float:
+    return process_time() - thread_time()
 
 
 def mean_seconds(work: Callable[[], Any]) -> float:

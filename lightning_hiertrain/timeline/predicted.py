@@ -91,7 +91,7 @@ class _Layout:
         if i.data not in inputs:
             self._compute(i.names[i.data], 0.0, ready, OTHER)
         self._compute(i.names[i.data], ready, ready + packed, "codec", "samples")
-        return {t: packed if t == i.data else 0.0 for t in inputs} if self.overlap else inputs
+        return {t: step.delay_seconds(t) for t in inputs} if self.overlap else inputs
 
     def _overhead(self, t: int, start: float) -> float:
         """When tier t has got through what is no layer's, and begins with its first layer."""
@@ -103,7 +103,7 @@ class _Layout:
         """Equations (3) and (10): when the activations of prefix worker k are on the owner."""
         step, i, o, chunks = self.step, self.step.instance, self.step.owner, self.chunks[k]
         name, rows, size, c = i.names[k], step.samples[k] / chunks, *self._activations(k)
-        packed = step.packing_seconds(k) if k == i.data else 0.0
+        delay = step.delay_seconds(k)
         if self.overlap and i.parameters[step.cut[k]]:
             until = step.layerwise(k, step.cut[k], upward=False)
             self._transfer(self.owner, name, 0.0, until, i.parameters[step.cut[k]], "weights")
@@ -111,7 +111,7 @@ class _Layout:
         for chunk in range(chunks):
             for layer in range(1, step.cut[k] + 1):
                 if self.overlap and chunk == 0:
-                    now = max(now, packed + step.layerwise(k, layer, upward=False))
+                    now = max(now, delay + step.layerwise(k, layer, upward=False))
                 seconds = step.worker_seconds(k, "forward", first=layer, rows=rows)
                 if layer < step.cut[k]:
                     seconds -= step.worker_seconds(k, "forward", first=layer + 1, rows=rows)

@@ -35,7 +35,7 @@ _FIRST_WINDOW_BYTES = 1 << 20
 _WINDOW_SECONDS = 1.0
 """How much of what a link carries is on its way at once, beyond what fills the round trip."""
 _CHUNKS_PER_WINDOW = 8
-_MAX_CHUNK_BYTES = 1 << 20
+LARGEST_CHUNK_BYTES = 1 << 20
 _SMALL_BYTES = 16 << 10
 """Messages up to this size travel together."""
 MAX_TOGETHER = 64
@@ -65,6 +65,7 @@ class OutFlow:
     Args:
         window_seconds: How long what is on its way may take a link; others wait behind it so long.
         min_window_bytes: How much may be on its way in any case.
+        max_chunk_bytes: How much leaves as one at most.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class OutFlow:
         *,
         window_seconds: float = _WINDOW_SECONDS,
         min_window_bytes: int = MIN_WINDOW_BYTES,
+        max_chunk_bytes: int = LARGEST_CHUNK_BYTES,
     ) -> None:
         self.queue: deque[Outgoing] = deque()
         self.generation = 0
@@ -83,6 +85,7 @@ class OutFlow:
         self._in_flight_bytes = 0
         self._window_seconds = window_seconds
         self._min_window_bytes = min_window_bytes
+        self._max_chunk_bytes = max_chunk_bytes
         self._window_bytes = int(max(_FIRST_WINDOW_BYTES * window_seconds, min_window_bytes))
         self._left_alone_at: float | None = None
         """When a chunk left that had the link to itself, until its acknowledgement."""
@@ -185,7 +188,7 @@ class OutFlow:
         self._measured_bytes, self._measured_since = 0, now
 
     def _cut(self) -> Chunk | None:
-        max_bytes = min(self._window_bytes // _CHUNKS_PER_WINDOW, _MAX_CHUNK_BYTES)
+        max_bytes = min(self._window_bytes // _CHUNKS_PER_WINDOW, self._max_chunk_bytes)
         lengths = None
         if self._cut_message is None:
             small = self._take_small(max_bytes)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_hiertrain.errors import LinkTimeoutError, PeerLostError
-from lightning_hiertrain.transport.flow import MAX_TOGETHER, InFlow, OutFlow
+from lightning_hiertrain.transport.flow import LARGEST_CHUNK_BYTES, MAX_TOGETHER, InFlow, OutFlow
 from lightning_hiertrain.transport.rendezvous import ProcessIdentity
 from lightning_hiertrain.transport.sockets import Channel
 from lightning_hiertrain.transport.wire import MalformedError, Message
@@ -27,6 +27,8 @@ from lightning_hiertrain.transport.wire import MalformedError, Message
 _AHEAD_SECONDS = 0.03
 """How long tensors of the step may find the link taken by what is needed later."""
 _AHEAD_BYTES = 64 << 10
+_RELAYED_CHUNK_BYTES = 128 << 10
+"""The largest chunk to a tier behind another one, which has to have the whole to hand it on."""
 KINDS = ("hello", "probe", "ack", "chunk", "refuse")
 
 
@@ -45,7 +47,7 @@ class Peer:
     ended_since: float | None = None
     closing_at: int | None = None
     """The number of chunks of tensors after which it will have closed."""
-    outgoing: dict[Channel, OutFlow] = field(default_factory=lambda: _out_flows())
+    outgoing: dict[Channel, OutFlow] = field(init=False)
     incoming: dict[Channel, InFlow] = field(default_factory=lambda: {c: InFlow() for c in Channel})
     asked_for: int = 0
     """The last small message that this tier has asked about."""
@@ -71,6 +73,16 @@ class Peer:
     messages_received: int = 0
     bytes_relayed: int = 0
 
+    def __post_init__(self) -> None:
+        most = LARGEST_CHUNK_BYTES if self.is_neighbour else _RELAYED_CHUNK_BYTES
+        self.outgoing = {
+            Channel.CONTROL: OutFlow(max_chunk_bytes=most),
+            Channel.DATA: OutFlow(max_chunk_bytes=most),
+            Channel.AHEAD: OutFlow(
+                window_seconds=_AHEAD_SECONDS, min_window_bytes=_AHEAD_BYTES, max_chunk_bytes=most
+            ),
+        }
+
     @property
     def next_hop(self) -> str:
         return self.route[1]
@@ -90,11 +102,6 @@ class Peer:
             "chunks_replayed": sum(flow.num_replayed for flow in self.outgoing.values()),
             "chunks_doubled": sum(flow.num_doubled for flow in self.incoming.values()),
         }
-
-
-def _out_flows() -> dict[Channel, OutFlow]:
-    ahead = OutFlow(window_seconds=_AHEAD_SECONDS, min_window_bytes=_AHEAD_BYTES)
-    return {Channel.CONTROL: OutFlow(), Channel.DATA: OutFlow(), Channel.AHEAD: ahead}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -57,7 +58,7 @@ def random_profile(
     ]
     total = sum(layer.parameter_bytes for layer in layers)
     activations = sum(layer.output_bytes_per_sample for layer in layers)
-    return p.Profile(
+    profile = p.Profile(
         model="random",
         input_bytes_per_sample=int(10 ** r.uniform(2, 4.5)),
         target_bytes_per_sample=int(r.choice([0, 8, 4000])),
@@ -87,3 +88,16 @@ def random_profile(
             per_sample=float(r.choice([0.0, 1.0]) * r.uniform(0, 1e-4)),
         ),
     )
+    return with_transfer_seconds(
+        profile,
+        {name: float(r.choice([0.0, 1.0]) * 10 ** r.uniform(-9, -7)) for name in names},
+    )
+
+
+def with_transfer_seconds(profile: p.Profile, seconds: dict[str, float]) -> p.Profile:
+    """Returns the profile with what a byte takes from each tier's processor, 0 if not named."""
+    tiers = {
+        name: replace(tier, transfer_seconds_per_byte=seconds.get(name, 0.0))
+        for name, tier in profile.tiers.items()
+    }
+    return replace(profile, tiers=tiers)

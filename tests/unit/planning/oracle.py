@@ -105,6 +105,19 @@ class Costs:
         others = sum(b.values()) - b[self.p.data_tier]
         return others * self.p.dealing_seconds.per_sample
 
+    def carried(self, load, tier):
+        """What bytes by link direction take from a tier's processor at both ends of each hop."""
+        seconds = self.p.tiers[tier].transfer_seconds_per_byte
+        return sum(size * seconds for hop, size in load.items() if tier in hop)
+
+    def delay(self, b, tier):
+        """What the next inputs take from a tier that is about to begin with a step."""
+        load = {}
+        for way, size in self.inputs(b)[1].items():
+            for hop in path(self.p, *way):
+                load[hop] = load.get(hop, 0.0) + size
+        return self.carried(load, tier) + self.packed(b) * (tier == self.p.data_tier)
+
     def stages(self, b):
         """(first layer, last layer, samples) of the owner between arrivals, shallowest first."""
         rows, start, stages = b[self.o], 0, []
@@ -179,7 +192,7 @@ class Costs:
         o, c = self.o, self.c
         total = sum(b.values())
         stages = self.stages(b)
-        time = self.lead(o) + self.packed(b) * (o == self.p.data_tier)
+        time = self.lead(o) + self.delay(b, o)
         for k, (first, last, rows) in zip(self.workers, stages, strict=False):
             part = b[k] / c
             size = part * self.output(k)
@@ -194,7 +207,7 @@ class Costs:
                 clock = clock + size * pack
                 wire = np.maximum(wire, clock) + size * ratio / self.rate(k, o)
             arrival = wire + self.latency(k, o) + size * unpack
-            arrival = arrival + self.packed(b) * (k == self.p.data_tier)
+            arrival = arrival + self.delay(b, k)
             time = np.maximum(time + self.run(o, first, last, "forward", rows), arrival)
         first, last, rows = stages[-1]
         forward = time + self.run(o, first, last, "forward", rows)
@@ -251,6 +264,8 @@ class Costs:
                 busy[tier] = busy[tier] + size * (pack + unpack)
             for way in ((k, o), (o, k)):
                 send(*way, size * ratio + self.parameters(self.cuts[k]))
+        for tier in busy:
+            busy[tier] = busy[tier] + self.carried(load, tier)
         links = [size / link(self.p, hop).bandwidth_bytes_per_second for hop, size in load.items()]
         return np.maximum.reduce([*busy.values(), *links, 0.0 * total])
 

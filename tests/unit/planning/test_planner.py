@@ -16,7 +16,7 @@ from lightning_hiertrain.errors import PlanningError
 from lightning_hiertrain.planning import POLICIES, lower_bound, plan, predict, programme
 from lightning_hiertrain.planning.codecs import COMPRESSION, codec_profile
 from lightning_hiertrain.profiles import AffineTime, CodecProfile, Profile
-from tests.unit.planning.instances import random_profile
+from tests.unit.planning.instances import random_profile, with_transfer_seconds
 from tests.unit.planning.oracle import exhaustive
 
 MODES = {"plain": False, "overlap": True}
@@ -148,10 +148,12 @@ def test_hiertrain_is_never_slower_than_any_other_policy() -> None:
 def test_overlap_is_never_slower_and_the_bound_holds() -> None:
     for seed in range(100):
         profile = random_profile(3000 + seed, num_layers=4)
+        bound = lower_bound(profile, batch_size=32)
+        assert bound <= plan(profile, batch_size=32).predicted_seconds * (1 + 1e-6)
+        # What carrying takes from processors counts only where something else goes on meanwhile.
+        profile = with_transfer_seconds(profile, {})
         plain = plan(profile, batch_size=32, overlap=False)
         overlapped = plan(profile, batch_size=32)
-        bound = lower_bound(profile, batch_size=32)
-        assert bound <= overlapped.predicted_seconds * (1 + 1e-6)
         assert overlapped.predicted_seconds <= plain.predicted_seconds * (1 + 1e-6)
 
 

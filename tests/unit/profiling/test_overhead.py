@@ -81,3 +81,30 @@ def test_measuring_on_an_accelerator_says_nothing_of_the_processor(clocks: Clock
 def test_one_step_is_better_than_none(clocks: Clocks) -> None:
     for steps, expected in itertools.zip_longest(([], [(0.5, 0.5)]), (0.0, 0.1)):
         assert train(clocks, steps, processors=1.0).overhead_seconds(0.4) == pytest.approx(expected)
+
+
+def test_a_gap_takes_at_least_its_processor_time_on_a_part_of_a_processor(clocks: Clocks) -> None:
+    clock = train(clocks, [], processors=0.1)
+    for _ in range(3):
+        clock.step_ended()
+        clocks.run(0.02, 0.01)  # while the processor has a moment to spare
+        with clock.between_steps():
+            pass
+    assert clock.dealing_seconds() == pytest.approx(0.1)
+
+
+def test_carrying_is_what_other_threads_do_beyond_what_they_do_idly(
+    clocks: Clocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = train(clocks, [], processors=0.1)
+    main, idle = clocks.processor, 0.02
+    monkeypatch.setattr(overhead, "thread_time", lambda: main)
+    monkeypatch.setattr(
+        overhead.threading.Event, "wait", lambda _, seconds: clocks.run(seconds, idle * seconds)
+    )
+    num_bytes = 0
+    assert clock.transfer_seconds_per_byte() == 0.0
+    with clock.carrying(lambda: num_bytes):
+        clocks.run(2.0, 2.0 * idle + 0.05)
+        num_bytes = 1000
+    assert clock.transfer_seconds_per_byte() == pytest.approx(10 * 0.05 / 1000)
