@@ -17,6 +17,7 @@ from lightning_hiertrain.profiles import (
 )
 from lightning_hiertrain.schedule import Schedule, Share
 from lightning_hiertrain.topology import Link, Tier, Topology
+from tests.unit.planning.instances import with_transfer_seconds
 
 
 def layer(
@@ -111,6 +112,26 @@ def test_overhead_comes_before_the_first_layer() -> None:
     assert overlapped.busy_seconds["device"] == pytest.approx(bare["device"] + 0.3)
     assert overlapped.busy_seconds["edge"] == pytest.approx(bare["edge"] + 0.07)
     assert overlapped.busy_seconds["cloud"] == 0.0
+
+
+def test_bytes_take_their_time_from_the_processors_at_both_ends() -> None:
+    seconds = {"device": 0.001, "edge": 0.002, "cloud": 9.0}  # nothing passes the cloud
+    profile = with_transfer_seconds(example(), seconds)
+    bare, step = predict(example(), TWO), predict(profile, TWO)
+    # 80 bytes of inputs and targets go from the device to the edge, 320 bytes in all both ways.
+    assert step.forward_seconds == pytest.approx(bare.forward_seconds + 0.001 * 80)
+    assert step.backward_seconds == bare.backward_seconds
+    for tier, per_byte in {"device": 0.001, "edge": 0.002, "cloud": 0.0}.items():
+        assert step.busy_seconds[tier] == pytest.approx(bare.busy_seconds[tier] + per_byte * 320)
+    assert predict(profile, TWO, overlap=False).step_seconds == pytest.approx(
+        predict(example(), TWO, overlap=False).step_seconds
+    )
+
+
+def test_a_relay_receives_and_sends() -> None:
+    profile = with_transfer_seconds(example(), {"edge": 0.002})
+    busy = predict(profile, schedule("cloud", cloud=(2, 10))).busy_seconds
+    assert busy["edge"] == pytest.approx(2 * 0.002 * (10 * 10 + 10 * 2))
 
 
 def test_all_tiers_wait_until_the_mini_batch_is_dealt_out() -> None:
